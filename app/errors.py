@@ -21,7 +21,7 @@ class AppError(Exception):
 
     status: ClassVar[int] = 500
     code: ClassVar[str] = "internal_error"
-    meaning: ClassVar[str] = "a fault of Turnlog's; the server's log has it"
+    meaning: ClassVar[str] = "an error in Turnlog itself: see the server's log"
     """Of the code, in the OpenAPI document."""
     details: ClassVar[Mapping[str, str] | None] = None
     """What a client of the Messages API acts on."""
@@ -68,7 +68,7 @@ class InvalidRequest(AppError):
 
 class Unsupported(InvalidRequest):
     code = "unsupported"
-    meaning = "documented, but not in this version or installation (`format=parquet` without pyarrow)"
+    meaning = "documented, but not available in this version or installation (`format=parquet` without pyarrow)"
 
 
 class ThreadUnsupported(Unsupported):
@@ -123,7 +123,7 @@ class Forbidden(AppError):
 
 class SessionNotFound(AppError):
     status, code, type, retry = 404, "session_not_found", "invalid_request_error", False
-    meaning = "the id was never used, or with a session's token is another's"
+    meaning = "the id was never used; or, with a session token, belongs to another session"
     session_id: str | None = None
 
     @classmethod
@@ -169,7 +169,7 @@ class NotFound(AppError):
 
     @classmethod
     def of_run(cls, run: str) -> Self:
-        return cls(f"there is no run {run:.128}")
+        return cls(f"run {run:.128} does not exist")
 
 
 class MethodNotAllowed(AppError):
@@ -191,7 +191,9 @@ class RequestTimeout(AppError):
     """The connection is closed: the rest of the body would be parsed as the next request."""
 
     status, code, type = 408, "request_timeout", "invalid_request_error"
-    meaning = "less than 30 KiB of the body came in 30 s, or not all of it in 600 s; the connection is closed"
+    meaning = (
+        "the body arrived too slowly: less than 30 KiB in 30 s, or not all of it within 600 s; the connection is closed"
+    )
 
     def headers(self) -> dict[str, str]:
         return {**super().headers(), "connection": "close"}
@@ -247,7 +249,7 @@ class SessionChanged(AppError):
     """What has come since would be closed unseen."""
 
     status, code, type, retry = 412, "session_changed", "invalid_request_error", False
-    meaning = "a turn has been opened or committed since `/samples` told what `DELETE` names"
+    meaning = "a turn has been opened or committed since `/samples` gave the revision that `DELETE` names"
 
 
 class TooManySessions(AppError):
@@ -289,8 +291,8 @@ class RunOverBudget(AppError):
 class SessionBusy(AppError):
     status, code, type, retry = 409, "session_busy", "conflict_error", False
     meaning = (
-        "another turn of the session is in flight; or, which may be retried, of a tree as many as "
-        "`TURNLOG_MAX_OPEN_TURNS`, or turns in flight have reserved what is left of a limit"
+        "another turn of the session is in flight. To be retried: a tree has `TURNLOG_MAX_OPEN_TURNS` turns in "
+        "flight, or turns in flight have reserved what is left of a limit"
     )
 
 
@@ -304,7 +306,7 @@ class Restored(AppError):
     @classmethod
     def of(cls, session_id: str, turn: int | None = None) -> Restored:
         what = f"session {session_id}" if turn is None else f"turn {turn} of session {session_id}"
-        return cls(f"{what} is undone: the run, or the store, was taken back to an earlier checkpoint")
+        return cls(f"{what} is undone: the run, or the store, was restored to an earlier checkpoint")
 
 
 class CheckpointExists(AppError):
@@ -314,7 +316,7 @@ class CheckpointExists(AppError):
 
 class ArchiveBusy(AppError):
     status, code, type, retry = 409, "archive_busy", "conflict_error", True
-    meaning = "another process archives or imports"
+    meaning = "another process is archiving or importing"
 
 
 class CheckpointBusy(AppError):
@@ -362,7 +364,7 @@ class UnsupportedEncoding(AppError):
 
 class TargetTooLong(AppError):
     status, code, type, retry = 414, "target_too_long", "invalid_request_error", False
-    meaning = "path and query have more than 16 KiB"
+    meaning = "path and query have more than 16 KiB together"
 
 
 class HeadersTooLarge(AppError):
@@ -372,7 +374,7 @@ class HeadersTooLarge(AppError):
 
 class UpgradeRequired(AppError):
     status, code, type = 426, "upgrade_required", "invalid_request_error"
-    meaning = "a WebSocket on the route of a turn: go on with `POST`"
+    meaning = "a WebSocket request on the route of a turn: use `POST`"
 
     def headers(self) -> dict[str, str]:
         return {**super().headers(), "upgrade": "HTTP/1.1", "connection": "upgrade"}
@@ -419,16 +421,14 @@ class UpstreamUnauthorized(AppError):
     """The client's own token is right: it must not look for another."""
 
     status, code, type, retry = 502, "upstream_unauthorized", "upstream_error", False
-    meaning = "an upstream of text does not take the key that the operator gave for it"
+    meaning = "a text upstream refused the key that `TURNLOG_TEXT_UPSTREAMS` has for it"
 
 
 class EnginesFailed(AppError):
     """The gate is in the requested state. The body lists each engine's result beside the error."""
 
     status, code, type = 502, "engines_failed", "upstream_error"
-    meaning = (
-        "an order to pause or resume did not reach every engine; `engines`, beside the error, has each one's result"
-    )
+    meaning = "a pause or resume did not succeed on every engine; `engines`, beside the error, has each one's result"
 
 
 class UpstreamUnreachable(AppError):
@@ -451,7 +451,7 @@ class UpstreamTimeout(AppError):
 class NoUpstream(AppError):
     status, code, type = 503, "no_upstream", "upstream_error"
     meaning = (
-        "there is no engine, in `TURNLOG_UPSTREAMS` or added; or the upstream of a session of text is no longer in "
+        "no engine is in `TURNLOG_UPSTREAMS` or was added; or a session's text upstream is no longer in "
         "`TURNLOG_TEXT_UPSTREAMS`"
     )
     retry_after_s = 5
@@ -476,8 +476,8 @@ class BodyGivenUp(Overloaded):
 class StoreUnavailable(AppError):
     status, code, type = 503, "store_unavailable", "server_error"
     meaning = (
-        "the database cannot answer or commit, also after some seconds of waiting; a marked retry finds "
-        "out whether the turn was committed"
+        "the database could not answer or commit within some seconds; a marked retry finds out whether the "
+        "turn was committed"
     )
     retry_after_s: int | None = 2
 

@@ -141,7 +141,7 @@ class Turnlog:
                 await send({"type": "lifespan.startup.failed", "message": error.under("turnlog")})
                 return
             except Exception:
-                log.exception("an unexpected fault at start-up")
+                log.exception("unexpected error at start-up")
                 await send({"type": "lifespan.startup.failed", "message": "turnlog: start-up failed"})
                 return
             on_stop_signal(self.services.end_waits)

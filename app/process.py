@@ -129,7 +129,7 @@ def on_stop_signal(stop: Callable[[], None]) -> None:
 
 def end_without_store(reason: str) -> None:
     """Stop as on SIGTERM. A supervisor restarts the process, which opens the database as it is then."""
-    log.critical("%s under this server: nothing more is written, and it ends", reason)
+    log.critical("%s while this server was running: it writes nothing more, and exits", reason)
     signal.raise_signal(signal.SIGTERM)
 
 
@@ -144,7 +144,7 @@ class FeatureFaults:
         """Call it where the fault was caught."""
         self.total += 1
         name = f"{function.__module__}.{function.__qualname__}"
-        log.exception("an unexpected fault in %s, after a commit", name)
+        log.exception("unexpected error in %s, after a commit", name)
 
 
 # Client connections: file descriptors are left for health checks and for the engines. If a process has no descriptor
@@ -220,8 +220,8 @@ class ConnectionLimit:
         now = self._clock()
         if now - self._logged_at >= LOG_EVERY_S:
             connections_log.warning(
-                "out of file descriptors: %d connections refused since the last such line, %d are open; at most %d "
-                "files may be open (ulimit -n, LimitNOFILE)",
+                "out of file descriptors: %d connections refused since the last such line, %d are open; the "
+                "limit is %d open files: raise it (ulimit -n, LimitNOFILE)",
                 self.refused - self._logged,
                 self.connections,
                 self._limit,

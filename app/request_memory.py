@@ -109,7 +109,9 @@ class BodyReservation:
     def check(self) -> None:
         """Raises BodyGivenUp after `give_up`."""
         if self._is_given_up:
-            raise BodyGivenUp(f"the body did not come in {BODY_TIMEOUT_S:g} s, and other requests needed its memory")
+            raise BodyGivenUp(
+                f"the body did not arrive within {BODY_TIMEOUT_S:g} s, and other requests needed its memory"
+            )
 
     def give_up(self) -> None:
         """Stop reading the body and free its memory."""
@@ -170,7 +172,7 @@ class RequestMemory:
         missing = 0 if reservation.peer is None else self.peers.get(reservation.peer, 0) + size - self._peer_limit
         same_peer = (other for other in self.arriving if other.peer == reservation.peer)
         if missing > 0 and not self.free_memory(reservation, missing, same_peer):
-            raise Overloaded(f"bodies of this address that have not ended hold its {self._peer_limit} bytes")
+            raise Overloaded(f"incomplete bodies from this address hold its share of {self._peer_limit} bytes")
 
     def free_memory(self, requester: BodyReservation, missing: int, arriving: Iterable[BodyReservation]) -> bool:
         """Give up bodies that have been arriving for BODY_TIMEOUT_S. If that is not enough: False, none given up.

@@ -416,7 +416,7 @@ def _load_prompts(settings: Settings) -> Prompts | None:
     try:
         from app.tito.prompts import Prompts as Loader  # needs the packages of the extra `tito`
     except ImportError as error:
-        raise StartupError(f"TURNLOG_TOKENIZER needs further packages: {install_command('tito')}") from error
+        raise StartupError(f"TURNLOG_TOKENIZER needs more packages: {install_command('tito')}") from error
     dialect = None if settings.upstream_dialect == "auto" else settings.upstream_dialect
     prompts = Loader.load(settings.tokenizer, settings.tito_family, dialect)
     for shape, why in prompts.findings.refused.items():

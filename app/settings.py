@@ -57,8 +57,8 @@ SHORT_TOKEN = 16
 """Characters. A shorter token can be guessed."""
 
 FLAT_ROWS_WARNING = (
-    "TURNLOG_REPLAY asks for routed_experts, and TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK are not set: where an engine "
-    "does not tell the shape of a row (vLLM does), rows are flat in samples and exports, and their size is not checked"
+    "TURNLOG_REPLAY asks for routed_experts without TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK: unless the engine "
+    "reports the shape of a row (vLLM does), rows are flat in samples and exports, and their size is unchecked"
 )
 
 Network = IPv4Network | IPv6Network
@@ -125,7 +125,7 @@ def _words(text: str) -> tuple[str, ...]:
 def _secrets(text: str) -> tuple[str, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(parts) or len(set(parts)) != len(parts) or not all(map(str.isprintable, parts)):
-        raise ValueError("one, or several that are separated by commas, each once and none of them empty")
+        raise ValueError("one or several, separated by commas, none of them empty or repeated")
     return tuple(parts)
 
 
@@ -412,9 +412,7 @@ class Settings(BaseSettings):
     @classmethod
     def _both_or_none(cls, value: int | None, info: ValidationInfo) -> int | None:
         if "moe_layers" in info.data and (info.data["moe_layers"] is None) != (value is None):
-            raise PydanticCustomError(
-                SEVERAL, "TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK require each other: set both, or neither"
-            )
+            raise PydanticCustomError(SEVERAL, "set both TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK, or neither")
         return value
 
     @property

@@ -51,9 +51,10 @@ def _migrate(connection: Connection) -> None:
 def _wanted() -> str | tuple[str, ...] | None:
     """The revision to get to; None where the command migrates nothing."""
     try:
-        return context.get_revision_argument()
+        wanted = context.get_revision_argument()
     except KeyError:
         return None
+    return wanted[0] if isinstance(wanted, tuple) and len(wanted) == 1 else wanted  # `alembic upgrade heads`
 
 
 def _is_in_code(_item: object, name: str | None, kind: str, reflected: bool, _compared: object) -> bool:
@@ -86,7 +87,7 @@ async def _on_a_full_disk(url: str) -> None:
     """
     found = await revision_without_room(url)
     if found is None or found != _wanted():
-        raise StartupError(f"the disk is full: make room, then do this again (revision {found or 'unknown'})")
+        raise StartupError(f"the disk is full: free disk space, then run this again (revision {found or 'unknown'})")
     print(f"turnlog: the disk is full; the schema is at revision {found} already", file=sys.stderr)
 
 

@@ -55,7 +55,7 @@ def _back_up(database_url: str | None, copy: Path) -> CommandResult:
         raise StartupError(POSTGRES)
     require_store(url)
     if copy.exists():
-        raise StartupError(f"{copy} is there already")
+        raise StartupError(f"{copy} already exists")
     sessions = copy_store(source, copy, Progress("backup"), mode="mode=rw")
     size = copy.stat().st_size
     return CommandResult(
@@ -131,7 +131,7 @@ def _check(path: Path) -> int:
             by = connection.execute("SELECT value FROM store_meta WHERE key = 'release'").fetchone()
             (sessions,) = connection.execute("SELECT count(*) FROM sessions").fetchone()
         except sqlite3.Error as error:
-            raise StartupError(f"this is not a Turnlog store that can be read: {error}") from error
+            raise StartupError(f"this is not a readable Turnlog store: {error}") from error
     require_known(revision, by and by[0])
     return int(sessions)
 
@@ -146,7 +146,7 @@ def _restore(database_url: str | None, copy: Path | None) -> CommandResult:
     if copy is None:
         raise StartupError("name the copy to restore")
     if not copy.is_file():
-        raise StartupError(f"there is no copy {copy}")
+        raise StartupError(f"{copy} does not exist")
     path.parent.mkdir(parents=True, exist_ok=True)
     # A missing file is made, so that neither a server nor another restore begins meanwhile.
     lock = sqlite_lock(settings.database_url, create=True)
@@ -154,7 +154,7 @@ def _restore(database_url: str | None, copy: Path | None) -> CommandResult:
     try:
         lock.acquire()
     except Held as held:
-        raise StartupError(f"a server runs on {path}, or another restore: {held} has it; stop it first") from None
+        raise StartupError(f"a server or another restore uses {path} ({held}): stop it first") from None
     try:
         return _put_in_place(copy, path)
     finally:

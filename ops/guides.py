@@ -128,12 +128,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", metavar="URL", help="of a running engine; without it a simulator is started")
     options = parser.parse_args(arguments)
     if shutil.which(options.python) is None:
-        parser.error(f"--python: there is no program {options.python}")
+        parser.error(f"--python: {options.python} does not exist")
     for page in options.pages:
         if not page.is_file():
-            parser.error(f"there is no page {page}")
+            parser.error(f"{page} does not exist")
         if absent := missing(page.read_text(), options.python):
-            parser.error(f"{page} needs what is not there: {', '.join(absent)}")
+            parser.error(f"{page} needs packages or programs that are missing: {', '.join(absent)}")
     failed = 0
     with contextlib.ExitStack() as running:
         folder = running.enter_context(tempfile.TemporaryDirectory(prefix="turnlog-guides-"))

@@ -74,7 +74,7 @@ def require_store(url: str) -> None:
     """Raises StartupError if the SQLite file does not exist, since opening it would create it."""
     path = sqlite_path(url)
     if path is not None and not path.is_file():
-        raise StartupError(f"there is no database {path}")
+        raise StartupError(f"the database {path} does not exist")
 
 
 def run(command: str, work: Callable[[], CommandResult], *, interrupted: str, as_json: bool = False) -> int:

@@ -180,7 +180,7 @@ def _where(name: str, one: Sequence[str], other_name: str, other: Sequence[str],
     for left, right in zip_longest(one, other, fillvalue=end):
         if left != right:
             return f"{other_name} {right} where {name} {left}"
-    return f"{other_name} {other[-1]}, as {name}, but goes on otherwise"
+    return f"{other_name} {other[-1]}, like {name}, but continues differently"
 
 
 def changed(text: str, other: str) -> list[tuple[bool, str]]:

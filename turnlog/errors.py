@@ -129,7 +129,7 @@ def refusal(status: int, headers: Mapping[str, str], content: bytes) -> TurnlogE
     should_retry = None if should is None else should == "true"
     after = _seconds(headers.get("retry-after"))
     if not isinstance(error, dict) or not isinstance(code, str):
-        message = f"{status} without an error of Turnlog's: is this its address?"
+        message = f"{status} without Turnlog's error format: is this the address of a Turnlog server?"
         return NotTurnlog(message, status=status, body=body, should_retry=should_retry, retry_after_s=after)
     kind = _BY_CODE.get((status, code)) or _BY_STATUS.get(status) or (Unavailable if status >= 500 else TurnlogError)
     return kind(

@@ -67,18 +67,18 @@ class NewSession(TypedDict, total=False):
     retain: Annotated[Literal["window", "sampled", "all"] | None, "Which replay payloads are kept."]
     history: Annotated[Literal["linear", "tree"] | None, "A tree of turns, or one line of them."]
     on_divergence: Annotated[
-        Literal["reject", "segment"] | None, "What a request does that does not continue the history."
+        Literal["reject", "segment"] | None, "What happens to a request that does not continue the history."
     ]
     on_drift: Annotated[
-        Literal["segment", "reject"] | None, "What a turn does whose tokens do not continue the history's."
+        Literal["segment", "reject"] | None, "What happens to a turn whose tokens do not continue the history's."
     ]
-    matcher: Annotated[Literal["tolerant", "strict", "role_content_only"] | None, "Which messages are equal."]
+    matcher: Annotated[Literal["tolerant", "strict", "role_content_only"] | None, "Which messages count as equal."]
     adapter: Annotated[str | None, "The LoRA adapter of all turns."]
     on_abort: Annotated[
-        Literal["return", "continue", "fail"] | None, "What becomes of a generation that an engine aborts."
+        Literal["return", "continue", "fail"] | None, "What happens to a generation that an engine aborts."
     ]
     stream_mode: Annotated[Literal["whole", "live"] | None, "Streams: after the commit, or as they are generated."]
-    params: Annotated[Mapping[str, Any] | None, "Parameters of every request, in the place of the client's."]
+    params: Annotated[Mapping[str, Any] | None, "Parameters of every request, instead of the client's."]
     model: Annotated[str | None, "The model of every request."]
     params_mode: Annotated[
         Literal["override", "refuse", "default"] | None,
@@ -89,10 +89,10 @@ class NewSession(TypedDict, total=False):
     top_k: Annotated[int | None, "Where a request has none."]
     evaluation: Annotated[
         bool | None,
-        "Speak the wire of miles' newer drivers; an evaluation trains nothing and keeps no replay payloads.",
+        "Speak the protocol of miles' newer drivers; an evaluation is not trained on and keeps no replay payloads.",
     ]
-    limits: Annotated[Limits | None, "Turns, tokens, context, seconds that it may use."]
-    on_limit: Annotated[Literal["error", "length"] | None, "What becomes of a generation that runs into a limit."]
+    limits: Annotated[Limits | None, "Turns, tokens, context and seconds that it may use."]
+    on_limit: Annotated[Literal["error", "length"] | None, "What happens to a generation that reaches a limit."]
     capture: Annotated[Literal["tokens", "text"] | None, "Tokens and logprobs, or text alone."]
     upstream: Annotated[str | None, "Of a session of text: its upstream."]
     parent_session_id: Annotated[str | None, "The session whose sub-agent this is."]
@@ -103,7 +103,7 @@ class OfGroups(TypedDict, total=False):
     """Which groups, and of which sessions."""
 
     group_id: Annotated[str | Sequence[str], "Only this group's; several: of any of these."]
-    group_prefix: Annotated[str, "Only those of groups whose id begins so."]
+    group_prefix: Annotated[str, "Only those of groups whose id begins with this."]
     metadata: Annotated[Mapping[str, Value | Sequence[Value]], "Values of the metadata, by key; several: any of these."]
 
 
@@ -124,8 +124,8 @@ class OfSessions(Selection, total=False):
     tag: Annotated[str, "Only sessions with this tag."]
     annotated: Annotated[str, "Only sessions with an annotation of their own of this name."]
     unannotated: Annotated[str, "Only open and closed sessions without an annotation of this name."]
-    name: Annotated[str, "Only sessions that clients call so."]
-    generation: Annotated[int, "Only this generation of a name."]
+    name: Annotated[str, "Only sessions with this name."]
+    generation: Annotated[int, "Only this generation of the name."]
     evaluation: Annotated[bool, "Only evaluations; false: only others."]
     min_engine_errors: Annotated[int, "Only sessions with at least this many engine errors."]
     min_tool_errors: Annotated[int, "Only sessions with at least this many tool errors."]
@@ -135,7 +135,7 @@ class SessionFilters(OfSessions, total=False):
     """The filters and the order of `GET /sessions`."""
 
     state: Annotated[SessionState, "Instead of status; also running (a turn is in flight), paused (at a gate), idle."]
-    prefix: Annotated[str, "Only sessions whose id begins so."]
+    prefix: Annotated[str, "Only sessions whose id begins with this."]
     stuck_s: Annotated[float, "A turn has been in flight for longer than this many seconds."]
     sort: Annotated[SessionOrder, "The column by which the sessions are sorted."]
     order: Annotated[Literal["desc", "asc"], "Descending (default) or ascending."]
@@ -145,8 +145,8 @@ class SearchFilters(OfSessions, total=False):
     """The parameters of `GET /search` but for `q`."""
 
     role: Annotated[str, "Only messages of this role."]
-    tool: Annotated[str, "Only calls of this tool, and its results."]
-    finish_reason: Annotated[str, "Only replies that ended so."]
+    tool: Annotated[str, "Only calls of this tool and their results."]
+    finish_reason: Annotated[str, "Only replies with this finish reason."]
     session_id: Annotated[str, "Only this session."]
 
 
@@ -162,7 +162,7 @@ class RowFilters(TypedDict, total=False):
         Literal["drop", "keep"], "Failed rollouts: advantages drop (default) them, or keep them with their reward."
     ]
     evaluation: Annotated[bool, "Sessions of evaluations too."]
-    images: Annotated[Literal["inline", "hash", "none"], "Images: their bytes too, only by their hash, or not at all."]
+    images: Annotated[Literal["inline", "hash", "none"], "Images: with their bytes, only as their hash, or not at all."]
     max_staleness: Annotated[int, "At most this many weight versions behind."]
     weight_version: Annotated[int, "The current weight version; default: the newest."]
     stale: Annotated[Stale, "Older tokens: drop (default) their session, mask them, or keep them."]
@@ -179,10 +179,14 @@ class ExportFilters(Selection, RowFilters, total=False):
     """The parameters of `GET /export` but for `format`, `shape` and `explain`."""
 
     session_id: Annotated[str, "Only this session."]
-    name: Annotated[str, "Only sessions that clients call so."]
-    generation: Annotated[int, "Only this generation of a name."]
-    status: Annotated[Literal["completed", "truncated", "aborted"], "Rows: completed, truncated, aborted."]
-    session_status: Annotated[Literal["open", "closed", "erased"], "Sessions: open, closed, erased."]
+    name: Annotated[str, "Only sessions with this name."]
+    generation: Annotated[int, "Only this generation of the name."]
+    status: Annotated[
+        Literal["completed", "truncated", "aborted"], "Only rows with this status: completed, truncated, aborted."
+    ]
+    session_status: Annotated[
+        Literal["open", "closed", "erased"], "Only sessions with this status: open, closed, erased."
+    ]
     since: Annotated[float | str, "Seconds since the epoch, or ISO 8601."]
     until: Annotated[float | str, "Seconds since the epoch, or ISO 8601."]
     min_reward: Annotated[float, "Only sessions with at least this reward."]
@@ -226,12 +230,12 @@ class EventParameters(Selection, total=False):
     limit: Annotated[int, "At most this many events."]
     type: Annotated[Sequence[EventType], "Only events of these types."]
     session_id: Annotated[str, "Only this session."]
-    name: Annotated[str, "Only sessions that clients call so."]
-    generation: Annotated[int, "Only this generation of a name."]
+    name: Annotated[str, "Only sessions with this name."]
+    generation: Annotated[int, "Only this generation of the name."]
 
 
 class TreeParameters(TypedDict, total=False):
     """The parameters of `GET /sessions/{id}/tree`."""
 
     branches: Annotated[Branches, "The branches that become rows."]
-    loss: Annotated[Loss, "In how many rows' loss a turn is."]
+    loss: Annotated[Loss, "Whether a turn is in the loss of one row, or of every row that has it."]

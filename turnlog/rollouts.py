@@ -132,12 +132,12 @@ def load(agent: Agent | str | None) -> Agent:
     if none is named, ImportError and AttributeError."""
     named = agent or os.environ.get("TURNLOG_AGENT")
     if not named:
-        raise ValueError("no agent: give one, or set TURNLOG_AGENT to package.module:name")
+        raise ValueError("there is no agent: pass one, or set TURNLOG_AGENT to package.module:name")
     if not isinstance(named, str):
         return named
     module, _, name = named.replace(":", ".").rpartition(".")
     if not module:
-        raise ValueError(f"{named!r} is no agent: package.module:name is one")
+        raise ValueError(f"{named!r} is not an agent: expected package.module:name")
     return cast(Agent, getattr(importlib.import_module(module), name))
 
 
@@ -287,7 +287,7 @@ async def _play(
     try:
         await session.annotate(ROLLOUT, {"ended": True, "result": kept, **told})
     except InvalidRequest as refused:  # Such as one that is nested too deep.
-        log.warning("the result of session %s is not kept: %s", session.id, refused)
+        log.warning("the result of session %s could not be stored: %s", session.id, refused)
         await session.annotate(ROLLOUT, {"ended": True, **told})
     await _close(session, told)
     return error
@@ -312,10 +312,10 @@ def _kept(session: AsyncSession, result: Any) -> Any:
     try:
         text = json.dumps(result, default=str)
     except (TypeError, ValueError, RecursionError) as error:
-        log.warning("the result of session %s is not kept: %s", session.id, error)
+        log.warning("the result of session %s could not be stored: %s", session.id, error)
         return None
     if len(text) > LONGEST_RESULT:
-        log.warning("the result of session %s has %d characters and is not kept", session.id, len(text))
+        log.warning("the result of session %s has %d characters, too many to be stored", session.id, len(text))
         return None
     return json.loads(text, parse_constant=str)
 

@@ -91,12 +91,10 @@ def _greeting(settings: Settings, host: str, port: int) -> list[str]:
     if settings.admin_token:
         access = "sign in with the first token of TURNLOG_ADMIN_TOKEN"
     elif _is_loopback(host):
-        access = "no TURNLOG_ADMIN_TOKEN: whoever is on this machine is served, nobody else"
+        access = "no TURNLOG_ADMIN_TOKEN: every program on this machine is served, no other machine is"
     else:
-        access = (
-            "no TURNLOG_ADMIN_TOKEN: nobody from elsewhere is served but from TURNLOG_TRUSTED_NETWORKS; set a token"
-        )
-    engines = "no TURNLOG_UPSTREAMS: chat is 503 no_upstream until an engine is added (turnlog engines add URL)"
+        access = "no TURNLOG_ADMIN_TOKEN: other machines are only served from TURNLOG_TRUSTED_NETWORKS; set a token"
+    engines = "no TURNLOG_UPSTREAMS: chats get 503 no_upstream until an engine is added (turnlog engines add URL)"
     return [f"{url}, the page at {url}/ui", access, *([] if settings.upstreams else [engines])]
 
 

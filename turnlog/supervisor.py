@@ -126,7 +126,7 @@ def supervise(options: ServeOptions) -> int:
             if served:
                 has_served, failing_since, backoff_s = True, None, 0.0
                 options = options._replace(migrates=False)  # others serve this version
-                _say(f"{how}; another is started")
+                _say(f"{how}; starting another")
                 continue
             backoff_s = min(max(2 * backoff_s, BACKOFF_S[0]), BACKOFF_S[1])
             retry_at = time.monotonic() + backoff_s
@@ -135,7 +135,7 @@ def supervise(options: ServeOptions) -> int:
             if is_hopeless and not any(map(_has_served, servers.values())):
                 stop, failed_with = signal.SIGTERM, code if code > 0 else 128 - code
             else:
-                _say(f"{how} before it served; next try in {backoff_s:g} s")
+                _say(f"{how} before it was ready; retrying in {backoff_s:g} s")
         if stop:
             if exit_code is None:
                 exit_code = failed_with

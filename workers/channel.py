@@ -244,7 +244,7 @@ class WorkerProcess:
         self._process.stdin.close()
         if self._kill_reason is not None:
             return self._kill_reason.describe(self._settings.deadline_s)
-        return f"died of signal {-status}" if status < 0 else f"ended with status {status}"
+        return f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
 
     async def shut_down(self) -> None:
         """Let the process exit, which an idle one does at once; kill it if it does not."""

@@ -154,11 +154,11 @@ def decompress(frame: bytes | None, most: int = MAX_RAW) -> bytes:
     Checks the declared size: the library ignores its own limit where a frame declares one.
     """
     if frame is None:
-        raise CorruptContent("the content is not there")
+        raise CorruptContent("the content is missing")
     try:
         size = zstandard.frame_content_size(frame)
         if not 0 <= size <= most:
-            raise CorruptContent(f"a frame declares {size} bytes, at most {most} are expected")
+            raise CorruptContent(f"a frame declares {size} bytes; the limit is {most}")
         return _local.decompressor.decompress(frame)
     except zstandard.ZstdError as error:
         raise CorruptContent(str(error)) from error
@@ -218,10 +218,10 @@ def unpack_messages(frame: bytes | None) -> Messages:
             raise CorruptContent(f"a frame declares {size} bytes of messages")
         raw = _local.decompressor.stream_reader(body[:packed]).read(size)
         if zlib.crc32(raw) != check:
-            raise CorruptContent("what was said is not what was stored")
+            raise CorruptContent("the messages differ from what was stored")
         return msgspec.msgpack.decode(raw, type=Messages)
     except (zstandard.ZstdError, msgspec.MsgspecError) as error:
-        raise CorruptContent(f"not what was said: {error}") from error
+        raise CorruptContent(f"not valid messages: {error}") from error
 
 
 def _pack_apart(exchange: Exchange) -> bytes:

@@ -282,7 +282,7 @@ def _parsed_without(
         start = text.index(mark)
         values.append(_Value(marks.pop(mark), start, start + len(mark)))
     if marks:
-        raise Rejected("what was cut out is no payload")
+        raise Rejected("what was cut out is not a payload")
     if compact is not text:
         parsed.plain = None
         if job.protocol == "chat":
@@ -376,11 +376,11 @@ def _payloads(job: Job, body: memoryview, parsed: Parsed, values: Sequence[_Valu
         if not own:
             is_there = reply.output_ids and not parsed.was_queued
             if spec.required and is_there and (reply.dialect, spec.kind) != ("vllm", "indexer_topk"):
-                raise Rejected(f"{spec.kind} was asked for and is not there")
+                raise Rejected(f"{spec.kind} was requested and is missing")
             continue
         first, *others = [body[value.place.start : value.place.end] for value in own]
         if any(other != first for other in others):
-            raise Rejected(f"{spec.kind} is there twice, with different values")
+            raise Rejected(f"{spec.kind} occurs twice, with different values")
         plain = _unescaped(first) if is_whole else first
         base, tokens = reply.base, reply.sequence.tokens
         if spec.kind == sampling_masks.KIND:

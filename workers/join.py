@@ -383,7 +383,7 @@ class _Joint:
                     return NULL
                 continue
             if not _is_list(raw):
-                raise Rejected("what should be a list with an item a token is none")
+                raise Rejected("expected a list with one item per token")
             text = bytes(raw)
             if count < reply.piece.tokens:
                 text = b"[" + b",".join(map(bytes, _ITEMS.decode(raw)[:count])) + b"]"

@@ -194,7 +194,7 @@ class Prompt:
         is_begun = self._begun is None or self._begun.begins(inner, 0)
         if text[:1] != b"[" or not is_begun or inner[self._before :] != self._inner:
             typed(IDS, raw, where)
-            raise Rejected(f"{where} is another prompt than {self._where}")
+            raise Rejected(f"{where} differs from {self._where}")
         return True
 
     def followed_by(self, output_ids: list[int]) -> KnownTokens:

@@ -163,7 +163,7 @@ def _from_base64(text: memoryview, kind: str, npy: bool) -> tuple[Ids, tuple[int
         except ValueError as error:
             raise Rejected(f"{kind} is not base64") from error
         if not last and len(raw) != PIECE * 3 // 4:
-            raise Rejected(f"{kind} is not base64: padding stands inside it")
+            raise Rejected(f"{kind} is not base64: it has padding before its end")
         if at == 0 and raw.startswith(_NPY_MAGIC) and not npy:
             raise Rejected(f"{kind} is a .npy file where int32 was expected")
         if at == 0 and npy:
@@ -191,7 +191,7 @@ def _npy_head(raw: bytes, kind: str) -> tuple[bytes, str, tuple[int, ...]]:
     head = raw[: prefix + length]
     match = _NPY_HEAD.fullmatch(head, prefix)
     if match is None:
-        raise Rejected(f"{kind} is a .npy file of something else than integers in C order")
+        raise Rejected(f"{kind} is a .npy file, but not of integers in C order")
     return head, match[1].decode(), tuple(int(size) for size in match[2].replace(b" ", b"").split(b",") if size)
 
 
@@ -349,7 +349,7 @@ def raw_of(chunk: Chunk, frame: bytes | None) -> bytes:
     """A stored chunk's bytes. Raises CorruptContent if they are missing or changed."""
     raw = codec.decompress(frame, chunk.size)
     if len(raw) != chunk.size or hashlib.sha256(raw).hexdigest()[:32] != chunk.hash:
-        raise CorruptContent(f"the rows from {chunk.start} on are not those that were stored")
+        raise CorruptContent(f"the rows from {chunk.start} on differ from those that were stored")
     return raw
 
 

@@ -119,7 +119,7 @@ class Pool:
         if self._stopping:
             raise Stopped("the worker pool is stopping")
         if not self._idle and len(self._waiting) >= self._max_waiting:
-            raise QueueFull(f"{len(self._waiting)} jobs wait for a worker already")
+            raise QueueFull(f"{len(self._waiting)} jobs are already waiting for a worker")
         self._unfinished += 1
         self._drained.clear()
         try:
@@ -232,7 +232,7 @@ class Pool:
             if not self._patience_s and not self._has_ready:
                 for waiter in self._waiting:
                     if not waiter.done():
-                        waiter.set_exception(NoWorker("the last worker that was ready has ended"))
+                        waiter.set_exception(NoWorker("the last ready worker has ended"))
                 self._waiting.clear()
             if child.had_job or time.monotonic() - started > BACKOFF_S[1]:
                 wait_s = 0.0

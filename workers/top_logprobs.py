@@ -110,7 +110,7 @@ def of_sglang_chat(meta: Fields, where: str, prompt: Prompt, output: int, wish: 
     if len(triples) > prompt.tokens:
         raise Rejected(f"{place} has {len(triples)} entries for {prompt.tokens} prompt tokens")
     if any(triple.logprob is None for triple in triples[1:]):
-        raise Rejected(f"{place} has a null behind its first entry")
+        raise Rejected(f"{place} has a null after its first entry")
     own = _own(prompt)
     count = min(len(triples), len(own))
     kept = triples[len(triples) - count :]
@@ -138,7 +138,7 @@ def of_vllm_chat(
             for entry in entries
         ]
         if any(not entry.top_logprobs for entry in entries):
-            raise Rejected(f"{where}[].top_logprobs were asked for and are not there")
+            raise Rejected(f"{where}[].top_logprobs were requested and are missing")
     return _made(rows, *_of_vllm_prompt(prompt_raw, "prompt_logprobs", prompt, wish))
 
 
@@ -175,7 +175,7 @@ def _of_vllm_prompt(
     if wish.prompt is None:
         return [], None
     if is_null(raw):
-        raise Rejected(f"{where} was asked for and is not there")
+        raise Rejected(f"{where} was requested and is missing")
     objects: list[dict[str, _ById] | None] = typed(_BY_ID, raw, where)
     _require_rows(len(objects), prompt.tokens, where)
     _require_distinct(len(_LOGPROB_KEY.findall(raw)), objects, where)
@@ -204,7 +204,7 @@ def _triples(raw: msgspec.Raw | None, where: str, count: int, top: int) -> list[
 def _row(pairs: list[Pair], top: int, most: int, where: str) -> _Row:
     """The `top` most likely of at most `most` tokens, most likely first. Raises Rejected."""
     if len(pairs) > most:
-        raise Rejected(f"{where}: {len(pairs)} tokens at one place, {top} were asked for")
+        raise Rejected(f"{where}: {len(pairs)} tokens at one place, {top} were requested")
     if len({token for _, token in pairs}) < len(pairs):
         raise Rejected(f"{where} has a token twice at one place")
     there = [(logprob, token) for logprob, token in pairs if logprob is not None and logprob > MISSING_LOGPROB]
@@ -232,7 +232,7 @@ def _number(text: str, where: str) -> int:
         token = int(text)
         if token <= MAX_TOKEN_ID and str(token) == text:
             return token
-    raise Rejected(f"{where} names a token that is no id from 0 to {MAX_TOKEN_ID}")
+    raise Rejected(f"{where} names a token that is not an id from 0 to {MAX_TOKEN_ID}")
 
 
 def _require_rows(actual: int, count: int, where: str) -> None:

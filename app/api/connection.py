@@ -231,7 +231,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._upgrade_at = None
             super().data_received(data)
         if self._unused_bytes > HEAD_BYTES and not self.transport.is_closing():
-            self._refuse(HeadersTooLarge(f"the head of the request has more than {HEAD_BYTES} bytes"))
+            self._refuse(HeadersTooLarge(f"the request line and headers have more than {HEAD_BYTES} bytes"))
             return
         if self._timeout is None and not self.transport.is_closing():
             if not self._in_head and self.cycle is not None and not self.cycle.response_complete:
@@ -364,7 +364,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._is_idle():
             self._timeout = self.loop.call_later(HEAD_S, self._timed_out)
         elif self._in_head:
-            self._refuse(RequestTimeout(f"the head of the request did not come in {HEAD_S:g} s"))
+            self._refuse(RequestTimeout(f"the request line and headers did not arrive within {HEAD_S:g} s"))
         else:
             self.transport.close()
 

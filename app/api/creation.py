@@ -134,9 +134,9 @@ def _params(body: CreateSession) -> tuple[dict[str, Any] | None, ParamsMode]:
     given = {name: value for name in DEFAULTS if (value := getattr(body, name)) is not None}
     mode = body.params_mode or ("default" if given and body.params is None else "override")
     if given and mode != "default":
-        raise InvalidRequest(f'{next(iter(given))} beside params requires params_mode "default"')
+        raise InvalidRequest(f'{next(iter(given))} can be given beside params only with params_mode "default"')
     if twice := given.keys() & (body.params or {}):
-        raise InvalidRequest(f"{min(twice)} is given twice: in params too")
+        raise InvalidRequest(f"{min(twice)} is given twice: as a field and in params")
     params = {**(body.params or {}), **given} if given else body.params
     require_pinnable(params or {})
     return params, mode
@@ -147,9 +147,9 @@ def _limits(body: CreateSession, settings: Settings) -> Limits | None:
     session has the settings'. Raises InvalidRequest, Unsupported."""
     given, has_parent = body.limits, body.parent_session_id is not None
     if given is not None and "budgets" not in settings.features:
-        raise Unsupported("limits: budgets is not in TURNLOG_FEATURES")
+        raise Unsupported("limits require the feature budgets: add it to TURNLOG_FEATURES")
     if given is not None and given.per == "rollout" and has_parent:
-        raise InvalidRequest("limits.per: a session with a parent has limits for itself alone")
+        raise InvalidRequest("limits.per must be session: only the root of a rollout can limit the rollout")
     if given is None:
         given = settings.limits
         if given is None or (has_parent and given.per != "session"):
@@ -172,7 +172,7 @@ def _of_text(config: SessionConfig, upstreams: Mapping[str, str | None]) -> Sess
         raise InvalidRequest(f"upstream must be one of {', '.join(sorted(upstreams))}")
     model = config.model or upstreams[config.upstream]
     if model is None:
-        raise InvalidRequest(f"model is missing: upstream {config.upstream} has no default")
+        raise InvalidRequest(f"model is missing, and upstream {config.upstream} has no default model")
     if config.adapter is not None:
         raise InvalidRequest('adapter requires capture "tokens"')
     return msgspec.structs.replace(config, model=model)
@@ -198,7 +198,7 @@ def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
     "POST /sessions",
     "Create a session",
     "admin",
-    json_reply(reply_types.CreatedSession, "The session, new or from an earlier request with the same body."),
+    json_reply(reply_types.CreatedSession, "The session: new, or created by an earlier request with the same body."),
     errors=(
         *BODY,
         Unsupported,
@@ -229,11 +229,13 @@ async def create(request: Request, body: CreateSession, *, by_name: bool = False
     app = request.services
     if (run := request.head.run) is not None:
         if body.run not in (None, run):
-            raise RunMismatch(f"the body names run {body.run}, {RUN} names {run}")
+            raise RunMismatch(
+                f"the body names run {body.run}, the header {RUN} names {run}: send one, or the same in both"
+            )
         body = body.model_copy(update={"run": run})
     new = new_session(body, app.settings)
     if request.head.token_run is not None and (names := reserved(new.config.params or {}, app.settings.session_params)):
-        raise Forbidden(f"params.{names[0]}: requires the admin's token")
+        raise Forbidden(f"params.{names[0]} requires the admin token")
     if by_name and new.name is not None:
         new = msgspec.structs.replace(new, session_id=first_id(new.config.of_run, new.name))
     if new.config.capture == "text" or new.config.upstream is not None:

@@ -93,7 +93,8 @@ async def _require_own(app: Services, url: str, run: str) -> None:
     has_key = settings.upstream_api_key is not None
     if known is None and has_key and not any(pattern.matches(url) for pattern in settings.router_workers):
         raise Forbidden(
-            f"{url}: engines are sent TURNLOG_UPSTREAM_API_KEY, and TURNLOG_ROUTER_WORKERS does not name it"
+            f"{url}: a run may not add this address, because the engine would get TURNLOG_UPSTREAM_API_KEY; let "
+            "TURNLOG_ROUTER_WORKERS match it"
         )
 
 
@@ -114,13 +115,15 @@ def _unavailable(url: str, run: str) -> IdUnavailable:
 async def delete_engine(
     request: Request,
     url: Annotated[str | None, Query(description="An engine's base URL, if it is not in the body.")] = None,
-    run: Annotated[str | None, Query(pattern=patterns.ID, description="Only if it serves this run alone.")] = None,
+    run: Annotated[
+        str | None, Query(pattern=patterns.ID, description="Remove the engine only if it serves this run alone.")
+    ] = None,
 ) -> None:
     """Remove an engine from the pool, also one that the settings list."""
     app = request.services
     raw = await request.whole_body()
     if url is not None and raw.strip():
-        raise InvalidRequest("url: name the engine in the query or in the body")
+        raise InvalidRequest("url is given twice: name the engine in the query or in the body")
     if url is None and not raw.strip():
         raise InvalidRequest("url is missing: name the engine in the query or in the body")
     await app.engine_pool.remove(read_model(raw, RemoveEngine).url if url is None else url, run)

@@ -77,8 +77,8 @@ class EventParameters(Selection):
     limit: int | None = Field(default=None, ge=1, le=MAX_INTEGER, description="Maximum number of events.")
     type: list[str] = Field(default=[], description="Only events of these types, repeated or separated by commas.")
     session_id: str | None = Field(default=None, pattern=ID, description="Only events of this session.")
-    name: str | None = Field(default=None, pattern=ID, description="Only events of the sessions that clients call so.")
-    generation: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Only this generation of a name.")
+    name: str | None = Field(default=None, pattern=ID, description="Only events of sessions with this name.")
+    generation: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Only this generation of the name.")
 
     @field_validator("type", mode="after")
     @classmethod
@@ -86,7 +86,7 @@ class EventParameters(Selection):
         named = [name.strip() for one in given for name in one.split(",")]
         for name in named:
             if name not in TYPES:
-                raise ValueError(f"{name:.64} is no type of events; there are {', '.join(sorted(TYPES))}")
+                raise ValueError(f"{name:.64} is not a type of event; the types are {', '.join(sorted(TYPES))}")
         return named
 
 
@@ -94,14 +94,14 @@ class EventParameters(Selection):
     "GET /events",
     "The events of all sessions, in the order of commits",
     "page",
-    Reply("Events, and positions.", {NDJSON: reply_types.LogLine}),
+    Reply("Events and positions.", {NDJSON: reply_types.LogLine}),
     errors=(InvalidRequest, PositionGone, Overloaded, *READ),
     of_run="query",
 )
 async def get_events(request: Request, query: Annotated[EventParameters, Query()]) -> StreamingResponse:
     """Every session's events as NDJSON, in the order of commits; with `follow` the stream stays open.
 
-    Each line has its `position`, with which any process goes on behind it.
+    Each line has its `position`, from which any process can continue.
     """
     feed = request.services.all_events
     wanted = EventFilter(tuple(query.type), query.session_id, query.name, query.generation, **query.run_and_group)

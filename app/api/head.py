@@ -289,14 +289,16 @@ class Guard:
             fault = "the Host header is not that of a loopback address"
         if fault is not None:
             return Forbidden(
-                f"{fault}, and no TURNLOG_ADMIN_TOKEN is set, so only this machine itself is served: set one, or name "
-                "the client's network in TURNLOG_TRUSTED_NETWORKS"
+                f"{fault}, and without TURNLOG_ADMIN_TOKEN only requests from this machine are served: set a "
+                "token, or name the client's network in TURNLOG_TRUSTED_NETWORKS"
             )
         if (b"origin" in headers or b"sec-fetch-site" in headers) and _is_foreign(headers):
             # A link elsewhere may lead to the page; what the page loads, it loads itself.
             if who == "browser" and head.method in _READS and not head.path.startswith("/ui/static/"):
                 return None
-            return Forbidden("another site's page sent this: without TURNLOG_ADMIN_TOKEN it is not served")
+            return Forbidden(
+                "a page of another site sent this request: it is refused while TURNLOG_ADMIN_TOKEN is not set"
+            )
         return None
 
     def _is_trusted(self, head: Head) -> bool:
@@ -319,7 +321,7 @@ class Guard:
             return Forbidden("another site's page sent this") if is_refused else None
         token = _token(headers)
         if token is None:
-            return None if self._is_signed_in(head, who) else Unauthorized("a request requires a bearer token")
+            return None if self._is_signed_in(head, who) else Unauthorized("this request needs a bearer token")
         if isinstance(token, AppError):
             return token
         if self._tokens.is_admin(token):
@@ -335,7 +337,9 @@ class Guard:
         if head.path.startswith(_SESSIONS) and head.path_session != token_session:
             return unknown_session(head.path_session or "")
         if who != "session":
-            return Forbidden("the route is the admin's: a session token is only valid for its own session's routes")
+            return Forbidden(
+                "this route needs the admin token: a session token is only valid for its own session's routes"
+            )
         return None
 
     def _is_signed_in(self, head: Head, who: Who) -> bool:

@@ -95,8 +95,8 @@ AGENT_HEADERS = frozenset(
 """Those that may name an agent."""
 
 AGENTS_HINT = (
-    "the path does not name the session, so another agent of the same session cannot be told from this one: where "
-    f"agents share a session, let each send its own {AGENT} (the parent's session in {PARENT}), or a session of its own"
+    "the path does not name the session, so Turnlog cannot tell its agents apart: if agents share a session, "
+    f"let each send its own {AGENT} (and its parent's session in {PARENT}), or give each a session of its own"
 )
 
 MAX_ID = 128
@@ -393,9 +393,9 @@ def session_of_request(
         if without_session == "refuse":
             expected = ", ".join(harness.session for harness in HARNESSES)
             raise InvalidRequest(
-                "no session: use the url that POST /sessions returns as the base URL, or name the session in a header "
-                f"({expected}) or in nvext.session_control, or send its own token as the API key "
-                "(TURNLOG_WITHOUT_SESSION=record gives a request that names none a session of its own)"
+                "the request names no session: use the url that POST /sessions returns as the base URL, or "
+                f"name the session in a header ({expected}) or in nvext.session_control, or send its own token "
+                "as the API key (with TURNLOG_WITHOUT_SESSION=record such a request gets a session of its own)"
             )
         session_id = _made_up(headers, run)
     main = given[harness.session] if harness is not None else session_id

@@ -54,11 +54,12 @@ async def read_body(receive: Receive, headers: Headers, limit: int, reservation:
             reservation.begin(lambda: _expire(timeout))
             return await _read(receive, limit, reservation, timeout, unpack)
     except Undecodable as error:
-        raise InvalidRequest(f"the body cannot be unpacked: {error}") from error
+        raise InvalidRequest(f"the body cannot be decompressed: {error}") from error
     except TimeoutError as error:
         reservation.check()
         raise RequestTimeout(
-            f"less than {IDLE_BYTES} bytes of the body came in {IDLE_S:g} s, or all of it did not come in {BODY_S:g} s"
+            f"the body arrived too slowly: less than {IDLE_BYTES} bytes in {IDLE_S:g} s, or not all of it "
+            f"within {BODY_S:g} s"
         ) from error
     finally:
         reservation.arrived()
@@ -87,7 +88,7 @@ async def _read(
         for part in (data,) if unpack is None else unpack.feed(data):
             size += len(part)
             if size > limit:
-                raise RequestTooLarge(f"the body has more than {limit} bytes unpacked")
+                raise RequestTooLarge(f"the body has more than {limit} bytes when decompressed")
             reservation.arrive(len(part))
             parts.append(part)
             if unpack is not None:

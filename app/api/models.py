@@ -55,7 +55,7 @@ class _Model(msgspec.Struct):
     of_run="session",
 )
 async def session_models(request: Request, session_id: SessionId) -> Response:
-    """The models of the session's engine; of a session of text, its own."""
+    """The models of the session's engine; in a session with capture "text", its upstream's."""
     config = (await request.services.sessions.require(session_id)).session.config
     if config.upstream is not None:
         return JSONResponse({"object": "list", "data": [{"id": config.model, "object": "model", "created": 0}]})
@@ -132,7 +132,7 @@ def _one_of(listed: Response, model_id: str, request: Request) -> Response:
     except (msgspec.MsgspecError, ValueError, OverflowError, OSError, RecursionError) as error:
         raise UpstreamInvalid("the engine returned a malformed list of models") from error
     if raw is None:
-        raise NotFound("there is no model of this id; GET /v1/models lists them")
+        raise NotFound("no model has this id; GET /v1/models lists them")
     if b"anthropic-version" not in request.head.headers:
         return Response(bytes(raw), media_type=JSON)
     named = {"id": model_id, "display_name": model_id, "created_at": at.strftime("%Y-%m-%dT%H:%M:%SZ")}
@@ -166,7 +166,7 @@ async def count_in_session(request: Request, session_id: SessionId) -> object:
     """
     session = (await request.services.sessions.require(session_id)).session
     if session.is_text:
-        raise Unsupported("the upstream of a session of text counts no tokens")
+        raise Unsupported('tokens cannot be counted in a session with capture "text"')
     return await _count(request, session.config.of_run, session_id)
 
 
@@ -220,8 +220,8 @@ def _passed_count(reply: EngineReply) -> Response:
     content = reply.body.joined()
     if reply.status in NOT_COUNTING:
         raise Unsupported(
-            f"the engine answered {reply.status} to {COUNT_TOKENS}: it counts no tokens, or does not know the model; "
-            "with TURNLOG_TOKENIZER Turnlog counts them itself"
+            f"the engine answered {reply.status} to {COUNT_TOKENS}: it cannot count tokens, or does not know "
+            "the model; with TURNLOG_TOKENIZER set, Turnlog counts them itself"
         )
     passed = dict(http_headers.to_client(reply.headers))
     if reply.status != 200:

@@ -29,7 +29,7 @@ async def admit(app: Services, head: Head, token: RunToken, route: Route) -> App
         if app.run_number is None or await app.run_number(token.run) != token.number:
             return Unauthorized(UNKNOWN_TOKEN)
         if route.limit is None:
-            return Forbidden("this route needs the admin's token")
+            return Forbidden("this route needs the admin token")
         _limit_header(head, token.run)
         if route.limit == "query":
             _limit_query(head, token.run)
@@ -47,7 +47,7 @@ async def admit(app: Services, head: Head, token: RunToken, route: Route) -> App
 def require_run(named: str | None, run: str) -> None:
     """Raises Forbidden where a request with the token of `run` names another run."""
     if named not in (None, run):
-        raise Forbidden(f"the token is for run {run} and opens no other run")
+        raise Forbidden(f"the token is valid for run {run} only")
 
 
 def _limit_header(head: Head, run: str) -> None:

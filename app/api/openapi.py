@@ -30,32 +30,33 @@ SECURITY: Mapping[Who, list[dict[str, list[str]]]] = {
 }
 _BEARER = {"type": "http", "scheme": "bearer"}
 SCHEMES: Mapping[str, Schema] = {
-    _ADMIN: {**_BEARER, "description": "One of `TURNLOG_ADMIN_TOKEN`; without any, none is needed."},
+    _ADMIN: {**_BEARER, "description": "One of the tokens in `TURNLOG_ADMIN_TOKEN`; if none is set, none is needed."},
     _SESSION: {
         **_BEARER,
-        "description": "`token` of the reply that created the session: for it alone. `x-api-key` may hold it, too.",
+        "description": "`token` of the reply that created the session; valid for that session only; also sent as "
+        "`x-api-key`.",
     },
-    _RUN: {**_BEARER, "description": "`POST /runs/{run}/token` gives it: for that run alone."},
+    _RUN: {**_BEARER, "description": "`POST /runs/{run}/token` gives it; valid for that run only."},
     _COOKIE: {"type": "apiKey", "in": "cookie", "name": COOKIE.decode(), "description": "`POST /ui/sign-in` gives it."},
 }
 
 REPLY_HEADERS: Mapping[str, str] = {
-    "x-turnlog-turn": "The number of the turn that this reply is.",
-    "x-turnlog-replayed": "`true` where nothing was generated: the reply came from the log or from the turn in flight.",
-    ROLLED_BACK: "How many turns this one superseded when it committed; absent where it is none.",
-    LEFT_OUT: "What of the request the engine was not sent, as `code:place`; absent where that is nothing.",
-    "x-turnlog-session-id": "The session that was made for a request that named none (`TURNLOG_WITHOUT_SESSION`).",
-    "x-turnlog-cursor": "Repeats this export.",
-    "x-turnlog-next-cursor": "Goes on behind the whole export.",
-    "x-turnlog-empty": "`true` where there is no row.",
+    "x-turnlog-turn": "The number of the reply's turn.",
+    "x-turnlog-replayed": "`true` if nothing was generated: the reply is from the log or the turn in flight.",
+    ROLLED_BACK: "How many turns this one superseded when it committed; absent if none.",
+    LEFT_OUT: "The parts of the request that the engine was not sent, as `code:place`; absent if none.",
+    "x-turnlog-session-id": "The session created for a request that named none (`TURNLOG_WITHOUT_SESSION`).",
+    "x-turnlog-cursor": "The cursor that repeats this export.",
+    "x-turnlog-next-cursor": "The cursor that continues after the whole export.",
+    "x-turnlog-empty": "`true` if there are no rows.",
     "x-turnlog-dtype": "`uint8`, `uint16`, `int16` or `int32`.",
     "x-turnlog-shape": "A JSON list, rows first.",
     "x-turnlog-row-start": "Which token the first row belongs to.",
-    "x-miles-session-generation": "What a `DELETE` names, so that it closes nothing that has come since.",
+    "x-miles-session-generation": "The revision for a `DELETE`, which then fails if the session has changed since.",
     "x-turnlog-reply-bytes": "The size of the whole reply.",
     "content-disposition": "A file's name.",
-    "x-should-retry": "`false` where the same request can only fail again, `true` where it should be sent again.",
-    "retry-after": "Seconds after which to try again.",
+    "x-should-retry": "`false` if the same request can only fail again, `true` if it should be retried.",
+    "retry-after": "Seconds to wait before a retry.",
     "www-authenticate": "`Bearer`.",
 }
 

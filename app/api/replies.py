@@ -26,7 +26,7 @@ from app.upstream.headers import Headers
 
 log = logging.getLogger("turnlog")
 
-INTERNAL = "an internal error; the server's log has it"
+INTERNAL = "internal error: see the server's log"
 
 RENDER_INLINE = 64 << 10
 """Bytes. What is rendered from a larger body is rendered on a thread."""
@@ -75,7 +75,7 @@ async def answer(app: Services, route: Route, head: Head, receive: Receive, send
             raise
         error = fault if isinstance(fault, AppError) else AppError(INTERNAL)
         if error is not fault or has_begun:
-            log.exception("an unexpected fault in %s %s", head.method, head.path)
+            log.exception("unexpected error in %s %s", head.method, head.path)
         if not has_begun:
             await send_error(app, head, await app.explained(error), send, route.error_parts)
 

@@ -83,8 +83,8 @@ class Request(starlette.requests.Request):
         erase content: the agent that is judged may hold it, whose harness does."""
         if self.token_session is not None and self.services.settings.session_rewards == "refuse":
             raise Forbidden(
-                "a session token sets no reward, fails no rollout and erases nothing: use the admin token or the "
-                "run's, or set TURNLOG_SESSION_REWARDS=allow"
+                "a session token may not set a reward, mark a rollout as failed or erase: use the admin token "
+                "or the run's token, or set TURNLOG_SESSION_REWARDS=allow"
             )
 
     async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
@@ -94,7 +94,7 @@ class Request(starlette.requests.Request):
         try:
             await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                raise ClientGone("the client went away before it was answered")
+                raise ClientGone("the client disconnected before the reply")
             return working.result()
         finally:
             await cancelled(working, watching)

@@ -131,5 +131,5 @@ async def _stored(app: Services, session_id: str, response_id: str) -> tuple[Cac
         raise NotFound(f"session {session_id} has no such response")
     echo = await transcript.echo(app.database, entry.session, turn)
     if not read_echo(echo).is_stored:
-        raise NotFound(f"the response of turn {turn.number} was not to be stored (store: false)")
+        raise NotFound(f"the response of turn {turn.number} cannot be retrieved: its request had store: false")
     return entry, turn, proof, echo

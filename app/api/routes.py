@@ -303,14 +303,14 @@ def _unknown_route(head: Head, others: Mapping[str, Route]) -> AppError:
     path: str = head.scope["path"]
     if _asks_for_websocket(head, others):
         # Codex tries a WebSocket first. At a 426 it goes on with POST at once, at anything else after seven tries.
-        return UpgradeRequired(f"there are no WebSockets on {path}; POST is supported")
+        return UpgradeRequired(f"{path} does not support WebSockets; use POST")
     if others:
         return MethodNotAllowed.of(head.method, path, list(others))
     message = f"there is no route {head.method} {path}"
     if "/v1/v1/" in path:
-        message += "; /v1 is there twice: an Anthropic base URL does not end in it"
+        message += "; the path has /v1 twice: an Anthropic base URL must not end in /v1"
     elif path.endswith(("/completions", "/models", "/responses")):
-        message += "; an OpenAI base URL ends in /v1"
+        message += "; an OpenAI base URL must end in /v1"
     return NotFound(message)
 
 

@@ -48,13 +48,13 @@ EXPLORER = _explorer()
 
 @route(
     "GET, HEAD /",
-    "What is here?",
+    "What this server offers",
     "anyone",
-    json_reply(reply_types.Root, "Where to go on."),
+    json_reply(reply_types.Root, "The paths of the page, of this document and of the health check."),
     Reply("A browser: the page.", {}, status=307),
 )
 async def root(request: Request) -> object:
-    """Paths of the page, of this document and of the check of health. A browser is sent to the page."""
+    """Paths of the page, of this document and of the health check. A browser is sent to the page."""
     if "text/html" in request.headers.get("accept", ""):
         return RedirectResponse("ui/")
     return {"service": "turnlog", "page": "/ui", "routes": "/docs", "health": "/health"}
@@ -76,14 +76,14 @@ async def health(request: Request) -> dict[str, Any]:
 
 @route(
     "GET, HEAD /ready",
-    "Can the process serve?",
+    "Is the process ready to serve?",
     "anyone",
-    json_reply(reply_types.Readiness, "It can."),
-    json_reply(reply_types.Readiness, "It cannot; `checks` says why.", 503),
+    json_reply(reply_types.Readiness, "It is ready."),
+    json_reply(reply_types.Readiness, "It is not; `checks` says why.", 503),
 )
 async def ready(
     request: Request,
-    writes: Annotated[bool, Query(description="Not ready either while the store takes no writes.")] = False,
+    writes: Annotated[bool, Query(description="Also count a store that takes no writes as not ready.")] = False,
 ) -> Response:
     """Does the database answer, are its events read in the order of commits, are a worker and an engine alive?
 
@@ -162,7 +162,7 @@ async def sign_in(request: Request) -> Response:
     if of_run is not None and app.run_number is not None and await app.run_number(of_run.run) == of_run.number:
         cookie = app.tokens.cookie_of_run(of_run, time.time())
     if cookie is None:
-        log.warning("a browser could not sign in: the token is unknown")
+        log.warning("sign-in refused: the token is unknown")
         await asyncio.sleep(FAILED_S)
         raise Unauthorized("the token is unknown")
     _set(request, reply, cookie, COOKIE_S)

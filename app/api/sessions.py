@@ -137,9 +137,9 @@ class SessionListQuery(SessionFilter):
 
     model_config = ConfigDict(extra="forbid")
 
-    prefix: str | None = Field(default=None, pattern=ID, description="Only sessions whose id begins so.")
+    prefix: str | None = Field(default=None, pattern=ID, description="Only sessions whose id begins with this.")
     count: bool = Field(default=False, description="Also count the matches, up to 100,000: `total`.")
-    tasks: bool = Field(default=False, description="Also give how each session's first request begins: `tasks`.")
+    tasks: bool = Field(default=False, description="Also give the beginning of each session's first request: `tasks`.")
     limit: int = Field(default=100, ge=1, le=1000, description=LIMIT)
     cursor: Cursor = None
 
@@ -189,7 +189,9 @@ async def get_session(
     session_id: SessionId,
     records: Annotated[
         Records,
-        Query(description="Whole requests and replies; only what is `new` in each, without prompts' ids; or `none`."),
+        Query(
+            description="Whole requests and replies; only what is `new` in each, without the prompts' ids; or `none`."
+        ),
     ] = "full",
 ) -> StreamingResponse:
     """The requests and replies of the live turns, and the fields with which the session was created. Whole requests
@@ -522,7 +524,9 @@ async def close_session(request: Request, session_id: SessionId) -> Response:
     return Response(status_code=204)
 
 
-ERASING = Reply("Erased from the database; object storage may still have payloads of it: repeat.", {}, status=202)
+ERASING = Reply(
+    "Erased from the database; object storage may still have its payloads: repeat the request.", {}, status=202
+)
 
 
 @route(
@@ -544,13 +548,13 @@ async def delete_session(
             alias=REVISION,
             ge=0,
             le=MAX_INTEGER,
-            description="Close the session only if it is still at what `/samples` told.",
+            description="Close the session only if it has not changed since `/samples` gave this.",
         ),
     ] = None,
 ) -> Response:
     """Close the session at once; with `?erase=true` also delete its content permanently.
 
-    202: the content is gone from the database, and its bytes in object storage are being removed; ask again until 204.
+    202: the content is gone from the database, and its bytes in object storage are being removed; repeat until 204.
     `?erase=true` with a session's token is 403, unless `TURNLOG_SESSION_REWARDS=allow`. With the header that `/samples`
     told, 412 if a turn has been opened or committed since.
     """
@@ -572,9 +576,9 @@ async def delete_session(
 
 @route(
     "POST /finish_session",
-    "End a session whose name comes again",
+    "End a session so that its name can be used again",
     "admin",
-    json_reply(reply_types.Finished, "The session that had the name; without an id, none had."),
+    json_reply(reply_types.Finished, "The session that had the name; its id is null if no session had it."),
     errors=(InvalidRequest, Restored, RunMismatch, SessionUnreadable, *WRITE),
     of_run="header",
 )

@@ -157,7 +157,7 @@ class TurnRequest:
         except Exception as fault:
             reservation.release()
             outcome = AppError.code
-            log.exception("an unexpected fault in a turn")
+            log.exception("unexpected error in a turn")
             forget_frames(fault)
             await self._send_error(AppError(INTERNAL))
             stages.ended_at = stages.clock()
@@ -181,7 +181,7 @@ class TurnRequest:
             lambda: session_of_request(self._headers, body, self._token_session, head.run, fields, unnamed),
         )
         if head.connection is not None and head.connection.is_gone():
-            raise ClientGone("the client went away before its session was looked for")
+            raise ClientGone("the client disconnected before its session was looked up")
         try:
             outcome = await self._turn_in_newest(session, body, reservation)
         except AppError as error:
@@ -354,7 +354,7 @@ class TurnRequest:
         except Exception as fault:
             if not stream.has_begun:
                 raise
-            log.exception("an unexpected fault in a streamed turn")
+            log.exception("unexpected error in a streamed turn")
             forget_frames(fault)
             await stream.fail(own_error(AppError(INTERNAL), self._head.request_id))
             return AppError.code
@@ -473,18 +473,19 @@ ERRORS: Errors = (
 )
 
 HEADERS: Mapping[str, str] = {
-    "idempotency-key": "With the key of a committed turn: that turn's reply again; of the turn in flight: joins it.",
+    "idempotency-key": "With the key of a committed turn, the request gets that turn's reply; with that of a turn in "
+    "flight, it joins that turn.",
     "x-stainless-retry-count": "Sent by the OpenAI SDKs: 1 or more marks a retry of the same body.",
     "x-request-id": "The client's own name for the request; the reply repeats it.",
 }
-RUN_HEADER: Mapping[str, str] = {RUN: "The run of the session; another than its own is refused."}
+RUN_HEADER: Mapping[str, str] = {RUN: "The session's run; a request that names another run is refused."}
 SESSION_HEADERS: Mapping[str, str] = {
-    **{harness.session: "Names the session, which is created on first use." for harness in HARNESSES},
+    **{harness.session: "Names the session; it is created on first use." for harness in HARNESSES},
     AGENT: "An agent of the session: a branch of it, or a session of its own.",
-    PARENT: "The session whose agent made this one's.",
+    PARENT: "The session whose agent started this one.",
     FINAL: "`true`: close the session after this turn.",
 }
-"""Of the routes that have no session in their path: the first that is present names it."""
+"""Name the session on routes without one in the path; the first header present counts."""
 
 
 def entries() -> Iterator[Route]:
@@ -501,7 +502,7 @@ def entries() -> Iterator[Route]:
             ),
         ):
             reply = Reply(
-                "The turn is on disk, and this is the engine's reply, as the protocol spells it.",
+                "The engine's reply in the protocol's format; the turn is on disk.",
                 {JSON: ANYTHING, EVENTS: {}},
                 (*told, *more),
             )

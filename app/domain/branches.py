@@ -109,7 +109,7 @@ def newest_of(session: Session, branch: int) -> Turn:
 TEXT_ONLY = "text_only"
 """Why a session without ids has no row in a shape with tokens."""
 
-UNDONE = "undone: the store was taken back to an earlier checkpoint"
+UNDONE = "undone: the store was restored to an earlier checkpoint"
 
 
 def turns_left_out(

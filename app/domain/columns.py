@@ -57,11 +57,11 @@ codec.describe(Column)
 def unpack(frame: bytes, ref: ColumnRef | None = None) -> Column:
     """A stored column. Raises CorruptContent, also if it is not what `ref` describes."""
     if ref is not None and _hash(frame) != ref.hash:
-        raise codec.CorruptContent("a column's hash is not the log's")
+        raise codec.CorruptContent("a column's hash differs from the log's")
     try:
         return msgspec.msgpack.decode(codec.decompress(frame), type=Column)
     except msgspec.MsgspecError as error:
-        raise codec.CorruptContent(f"no column: {error}") from error
+        raise codec.CorruptContent(f"not a column: {error}") from error
 
 
 class AlignedColumn(msgspec.Struct, frozen=True):

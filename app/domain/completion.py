@@ -114,7 +114,10 @@ class RequestPrompt:
             if turn.shape == "completions" and turn.client_hash == own:
                 return self._within(session, Plan(turn.parent, turn.base_messages, _numbers(chain[place:])))
         return diverging(
-            session, HistoryMismatch.of("the prompt begins with no stored output, and is no live turn's own prompt")
+            session,
+            HistoryMismatch.of(
+                "the prompt does not begin with a stored turn's tokens, and does not repeat a live turn's prompt"
+            ),
         )
 
     def _within(self, session: Session, plan: Plan) -> Plan:

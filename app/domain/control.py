@@ -99,7 +99,7 @@ def _value(name: str, raw: msgspec.Raw) -> object:
     try:
         value: object = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _bad(name, "is not a value that can be read") from error
+        raise _bad(name, "cannot be parsed") from error
     return value
 
 

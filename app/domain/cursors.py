@@ -29,7 +29,7 @@ def decode(text: str, kind: Any, giver: str, name: str = "cursor") -> Any:
     try:
         return msgspec.json.decode(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)), type=kind)
     except (binascii.Error, ValueError, msgspec.MsgspecError) as error:
-        raise InvalidRequest(f"{name} is not one that {giver} gave") from error
+        raise InvalidRequest(f"{name} was not issued by {giver}") from error
 
 
 def mark(query: BaseModel, filters: Collection[str]) -> str:
@@ -42,4 +42,4 @@ def mark(query: BaseModel, filters: Collection[str]) -> str:
 def require_mark(given: str, wanted: str) -> None:
     """Raises InvalidRequest for a cursor of other filters."""
     if given != wanted:
-        raise InvalidRequest("cursor belongs to other filters than this request has: begin without it")
+        raise InvalidRequest("the cursor belongs to a request with other filters: start again without it")

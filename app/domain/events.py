@@ -702,7 +702,7 @@ def decode(name: str, version: int, data: bytes, types: Mapping[str, type[Event]
         )
     raw = memoryview(data)[: -1 - CHECK_BYTES]
     if b"#%08x" % zlib.crc32(raw) != data[-1 - CHECK_BYTES :]:
-        raise UnknownEvent(f"event {name!r} version {version} is not what was stored")
+        raise UnknownEvent(f"event {name!r} version {version} is damaged: its checksum does not match")
     try:
         if version == kind.VERSION:
             return msgspec.json.decode(raw, type=kind)

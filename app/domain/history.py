@@ -444,14 +444,14 @@ def _refusal(
     roles = [request.message(index)["role"] for index in range(equal, len(request))]
     if "assistant" in roles:
         return HistoryMismatch.of(
-            f"messages[{equal}] is not the stored message at that place (matcher {session.config.matcher}), and "
-            f"an assistant message follows that this session never produced there; "
+            f"messages[{equal}] differs from the stored message at that place (matcher "
+            f"{session.config.matcher}), and an assistant message after it was not produced by this session; "
             f"{equal} of {len(request)} messages match"
         )
     repeats_input = equal == len(request) == superseded[0].message_count - 1
     if not (follows_sampled or repeats_input):
         return HistoryMismatch.of(
-            f"the request begins another conversation: {equal} of {len(request)} messages match (matcher "
+            f"the request starts another conversation: {equal} of {len(request)} messages match (matcher "
             f"{session.config.matcher}), none of them sampled in this session, and it repeats no turn's input"
         )
     window = session.config.rollback_window

@@ -88,7 +88,7 @@ def take_out(message: bytes) -> tuple[bytes, list[Image]]:
     def replaced(raw: msgspec.Raw) -> msgspec.Raw:
         part = msgspec.json.decode(raw)
         if isinstance(part, dict) and part.get("type") == REFERENCE:
-            raise InvalidRequest(f"a content part of type {REFERENCE} is the server's own")
+            raise InvalidRequest(f"content parts of type {REFERENCE} are reserved for the server")
         image = image_of(part)
         if image is None:
             return raw

@@ -118,11 +118,11 @@ def address_pattern(text: str) -> AddressPattern:
     """
     found = _FORM.fullmatch(text.strip().lower())
     if found is None:
-        raise ValueError("it has another form")
+        raise ValueError("it is malformed")
     scheme, bracketed, name, length, port = found.groups()
     number = None if port is None else int(port)
     if number is not None and not 0 < number < 1 << 16:
-        raise ValueError("there is no such port")
+        raise ValueError("the port is not valid")
     host = bracketed or name
     if bracketed or length or name.rpartition(".")[2].isdigit():
         return AddressPattern(scheme, ip_network(host + (length or "")), number)

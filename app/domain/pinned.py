@@ -122,7 +122,9 @@ def in_new_wire(request: ChatRequest | CompletionRequest, *, evaluation: bool) -
         }
         for name, is_sent in sent.items():
             if is_sent:
-                raise InvalidRequest(f"{name} is the server's to set in a session that was created with evaluation")
+                raise InvalidRequest(
+                    f"the server sets {name} in a session that was created with evaluation: leave it out"
+                )
     unwanted = (*FIRST_ROW_NAMES, *RETURN.values()) if evaluation else ()
     if not any(name in params for name in unwanted):
         return request

@@ -30,15 +30,15 @@ def with_beginning(request: ChatRequest) -> ChatRequest:
     *before, last = request.messages
     beginning = _beginning_of(value_of(last, "messages"))
     if beginning is None:
-        why = "that must be the assistant's, and hold text alone"
+        why = "it must be an assistant message with text alone"
     elif bytes(raw) != b"true":
-        why = "true or false"
+        why = "it must be true or false"
     elif not before:
-        why = "a message must stand before it"
+        why = "another message must come before it"
     elif bytes(request.params.get(GENERATION_PROMPT, b"null")) not in (b"false", b"null"):
         why = f"{GENERATION_PROMPT} must be false"
     elif bytes(request.params.get("echo", b"null")) not in (b"false", b"null"):
-        why = "echo must be false, or the reply would repeat it"
+        why = "echo must be false, or the reply would repeat that message"
     else:
         # The next body is read as a whole: a known one's last message is taken for a message of the history.
         return msgspec.structs.replace(request, messages=before, beginning=beginning, layout=None, prefix=None)

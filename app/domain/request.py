@@ -110,7 +110,7 @@ def value_of(raw: bytes | msgspec.Raw | None, name: str) -> Any:
     try:
         return None if raw is None else msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"{name} is not a value that can be read") from error
+        raise InvalidRequest(f"{name} cannot be parsed") from error
 
 
 def number_of(raw: bytes | msgspec.Raw) -> int | float | None:
@@ -205,13 +205,13 @@ def require_own(
     """`session_id` is the turn's session, `token_session` the token's: the same or an ancestor. Raises Forbidden."""
     own = (session_id, token_session)
     if request.control is not None and request.control.session_id not in own:
-        raise Forbidden("nvext.session_control: a session's token may name that session alone")
+        raise Forbidden("nvext.session_control: a session token may only name its own session")
     for name in reserved(request.params, allowed):
         if bytes(request.params[name]) != b"null":
-            raise Forbidden(f"{name}: requires the admin's token")
+            raise Forbidden(f"{name} requires the admin token")
     engine_session = request.params.get(ENGINE_SESSION)
     if engine_session is not None and bytes(engine_session) not in (b"null", *map(msgspec.json.encode, own)):
-        raise Forbidden(f"{ENGINE_SESSION}: a session's token may name that session alone")
+        raise Forbidden(f"{ENGINE_SESSION}: a session token may only name its own session")
 
 
 IdsField = Literal["input_ids", "kv_transfer_params"]

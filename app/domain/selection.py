@@ -58,7 +58,7 @@ class Selection(BaseModel):
     group_id: Annotated[list[Text], BeforeValidator(_listed)] = Field(
         default=[], max_length=MAX_VALUES, description="Only sessions of this group; repeated: of any of these."
     )
-    group_prefix: Text | None = Field(default=None, description="Only sessions of groups whose id begins so.")
+    group_prefix: Text | None = Field(default=None, description="Only sessions of groups whose id begins with this.")
     metadata: Metadata = Field(
         default={},
         description="`metadata.<key>=<value>`: only sessions whose metadata has this value; another key: this too. A "

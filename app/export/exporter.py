@@ -150,7 +150,8 @@ class Exporter:
         given = given or Cursor(epoch, Position(0, 0), mark=query.mark)
         if given.epoch != epoch:
             raise InvalidRequest(
-                f"the cursor is of epoch {given.epoch}, what it exports is in {epoch}: it was restored; export anew"
+                f"the cursor is from epoch {given.epoch}, but the store or run was restored (now {epoch}): "
+                "export again without the cursor"
             )
         if given.high is None:
             given = msgspec.structs.replace(given, high=horizon, newest=None)
@@ -159,7 +160,9 @@ class Exporter:
                 partial(newest_readable_versions, run=query.run, evaluation=query.evaluation)
             )
             if len(newest) > MAX_RUNS:
-                raise InvalidRequest(f"{len(newest)} runs have weight versions of their own: name a weight_version")
+                raise InvalidRequest(
+                    f"{len(newest)} runs each have their own weight versions: give weight_version, or export one run"
+                )
             given = msgspec.structs.replace(given, newest=newest)
         return given, given.high or horizon, query
 

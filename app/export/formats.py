@@ -126,15 +126,16 @@ def require(query: ExportQuery) -> None:
         )
     if format in DOCUMENTS and shape != DEFAULT:
         raise InvalidRequest(
-            f"format={format} has rows of its own and takes no shape={shape}; formats that do: {', '.join(CONTAINERS)}"
+            f"format={format} has its own rows and does not support shape={shape}; formats that do: "
+            f"{', '.join(CONTAINERS)}"
         )
     if format in DOCUMENTS and query.stale != "drop":
-        raise InvalidRequest(f"format={format} has no loss mask and takes no stale={query.stale}")
+        raise InvalidRequest(f"format={format} has no loss mask and does not support stale={query.stale}")
     if query.rewards == "turn" and not _entry(format, shape).of_turns:
         named = ", ".join(name for name, entry in SHAPES.items() if entry.of_turns)
         raise InvalidRequest(f"rewards=turn needs a shape with rewards of tokens: {named}")
     if query.stale != "drop" and takes_sessions(shape):
-        raise InvalidRequest(f"shape={shape} takes no stale={query.stale}")
+        raise InvalidRequest(f"shape={shape} does not support stale={query.stale}")
     if query.columns and (format in DOCUMENTS or takes_groups(shape) or takes_sessions(shape)):
         raise InvalidRequest(f"{f'format={format}' if format in DOCUMENTS else f'shape={shape}'} has no columns")
     if query.top_k is not None and (shape != DEFAULT or format in DOCUMENTS):

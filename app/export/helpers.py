@@ -206,7 +206,7 @@ class PartMaker:
         except Rejected:
             pass  # it cannot read this part
         except (PoolError, OSError) as error:
-            log.warning("a helper of an export made no rows (%s); they are made without it", type(error).__name__)
+            log.warning("an export helper process failed (%s); the server makes its rows", type(error).__name__)
         finally:
             self._by_helpers -= 1
         return await self._make_here(part)

@@ -368,5 +368,5 @@ def session_excluded(known: Known, query: ExportQuery, current: int | None) -> s
     if behind is None:
         return f"staleness unknown: {UNKNOWN_STALENESS}"
     if not all(map(has_numbers_only, live)):
-        return "staleness unknown: a weight version is no number"
+        return "staleness unknown: a weight version is not a number"
     return too_stale(behind, query.max_staleness) if query.stale == "drop" else None

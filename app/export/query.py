@@ -82,9 +82,9 @@ class RowQuery(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    max_staleness: Count = Field(default=None, description="At most so many weight versions behind `weight_version`.")
+    max_staleness: Count = Field(default=None, description="At most this many weight versions behind `weight_version`.")
     weight_version: Count = Field(
-        default=None, description="What is current; the newest of the session's run where it is left out."
+        default=None, description="The current weight version; default: the newest of the session's run."
     )
     stale: Stale = Field(
         default="drop",
@@ -106,7 +106,7 @@ class RowQuery(BaseModel):
         default="once", description="Whether a sampled token is in the loss of one row, or of every row that has it."
     )
     shape: str = Field(default="turnlog", description="What a row holds: Turnlog's own, or a trainer's.")
-    max_seq_len: Size = Field(default=None, description="Cut rows to at most so many tokens.")
+    max_seq_len: Size = Field(default=None, description="Cut rows to at most this many tokens.")
     rewards: Rewards = Field(
         default="total",
         description="A row's reward as one number (`total`), or, in shapes that take one for each token, at the token "
@@ -121,11 +121,10 @@ class RowQuery(BaseModel):
         default=None,
         ge=1,
         le=MAX_TOP,
-        description="The k most likely tokens at each token, where the engine was asked for them, and the prompts' "
-        "logprobs.",
+        description="The k most likely tokens at each token, if the engine was asked for them, and prompts' logprobs.",
     )
     truncate: Truncate = Field(
-        default="turn", description="Where `max_seq_len` cuts: behind the last whole turn, or inside a turn's output."
+        default="turn", description="Where `max_seq_len` cuts: after the last whole turn, or inside a turn's output."
     )
     columns: str | None = Field(
         default=None,
@@ -145,13 +144,13 @@ MAX_RUNS = 100
 class ExportQuery(Selection, RowQuery):
     """Which rows to give (None: any), how many, and in which form."""
 
-    format: str = Field(default="ndjson", description="What the rows are written into.")
+    format: str = Field(default="ndjson", description="The format of the reply.")
     explain: Explain = Field(
-        default=False, description="Say also what was left out, and why; `only`: that alone, without the rows."
+        default=False, description="Also say what was left out, and why; `only`: without the rows."
     )
     session_id: Text = Field(default=None, description="A session's id.")
-    name: Text = Field(default=None, description="What clients call the sessions.")
-    generation: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Only this generation of a name.")
+    name: Text = Field(default=None, description="The sessions' name.")
+    generation: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Only this generation of the name.")
     status: Literal["completed", "truncated", "aborted"] | None = Field(default=None, description="Only such.")
     session_status: Literal["open", "closed", "erased"] | None = Field(
         default=None, description="Only rows of such sessions."
@@ -164,9 +163,9 @@ class ExportQuery(Selection, RowQuery):
     until: Moment = Field(default=None, description="Only sessions whose last live turn was committed then or before.")
     min_reward: Number = Field(default=None, description="Only sessions with at least this reward.")
     max_reward: Number = Field(default=None, description="Only sessions with at most this reward.")
-    limit: Size = Field(default=None, description="At most so many.")
+    limit: Size = Field(default=None, description="Maximum number of rows.")
     replay: Replay = Field(
-        default=False, description="Replay payloads too; `urls`: as URLs of the object storage that they are in."
+        default=False, description="Include replay payloads; `urls`: as URLs of the object storage that they are in."
     )
     routing: RoutingOf = Field(
         default="newest",

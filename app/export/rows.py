@@ -212,9 +212,9 @@ class SessionRows:
         number = event.turn
         tokens, exchange = self._stored.frames.get(number, (None, None))
         if exchange is None:
-            raise CorruptContent(f"turn {number}: the content is not there")
+            raise CorruptContent(f"turn {number}: the content is missing")
         if codec.content_hash(tokens, exchange) != event.content_hash:
-            raise CorruptContent(f"turn {number}: the content's hash is not the log's")
+            raise CorruptContent(f"turn {number}: the content's hash differs from the log's")
         if event.is_text:
             return TurnTokens(event, b"", b"", b"")
         unpacked = codec.unpack_tokens(tokens, exchange)

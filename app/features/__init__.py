@@ -1,8 +1,9 @@
-"""What the kernel does without: a folder each, named in one line of `app.main`, and absent where it is off.
+"""What the kernel does without: a folder each, named in one line of `app.composition`, and absent where it is off.
 
 The package of a feature has functions that the composition calls:
 
-    routers()                       its routes
+    entries()                       its routes (optional)
+    door(table)                     leads a request's path elsewhere (optional)
     prepare(settings, database)     called before the process is registered; what it returns notes something in the
                                     transaction that registers it (optional)
     add_to(services)                makes what it needs, and adds to the lists of `Services` what is to be called at the

@@ -77,7 +77,7 @@ class EnginePool:
         await self._fleet.append(decide)
         member = self._engines.members.get(url)
         if member is None:
-            raise NotFound(f"engine {url} was removed at the same time")
+            raise NotFound(f"engine {url} was removed by another request")
         return self._listed(member)
 
     def _wanted(
@@ -87,7 +87,7 @@ class EnginePool:
         listed, known = self._member(fleet, url), fleet.engines.get(url)
         if listed is not None and run is not msgspec.UNSET and listed.run != run:
             whose = "several runs" if listed.run is None else f"run {listed.run}"
-            raise RunMismatch(f"engine {url} serves {whose}: remove it first, then add it anew")
+            raise RunMismatch(f"engine {url} serves {whose}: remove it first, then add it again")
         kept = None if known is None else known.run
         return EngineListed(url, state, kept if run is msgspec.UNSET else run)
 
@@ -102,7 +102,7 @@ class EnginePool:
         def decide(fleet: Fleet) -> FleetEvent:
             listed = self._member(fleet, url)
             if listed is None or run not in (None, listed.run):
-                raise NotFound(f"there is no engine {url}")
+                raise NotFound(f"engine {url} is not in the pool")
             return EngineListed(url, "removed", listed.run)
 
         await self._fleet.refresh()
@@ -131,13 +131,13 @@ class EnginePool:
         try:
             written = await self._fleet.append(lambda fleet: event if _is_new_regression(fleet, event) else None)
         except AppError as error:
-            log.warning("the fallen weight version of %s could not be written yet: %s", event.engine, error)
+            log.warning("could not record yet that the weight version of %s fell back: %s", event.engine, error)
             return
         except Exception:
-            log.exception("an unexpected fault in reporting that the weights of %s fell back", event.engine)
+            log.exception("unexpected error while recording that the weight version of %s fell back", event.engine)
             return
         if written is not None:
-            log.warning("the weight version of %s went back from %s to %s", event.engine, event.before, event.after)
+            log.warning("the weight version of %s fell back from %s to %s", event.engine, event.before, event.after)
 
 
 def _is_new_regression(fleet: Fleet, event: VersionRegressed) -> bool:

@@ -155,7 +155,7 @@ class Engines:
         member = self.members.get(url)
         if member is not None and not member.has_aborted:
             member.has_aborted = True
-            log.warning("%s aborted a generation that cannot be continued: docs/fleet.md", url)
+            log.warning("%s aborted a generation that cannot be continued (docs/fleet.md)", url)
 
     @property
     def dialect(self) -> DialectChoice:
@@ -196,9 +196,9 @@ class Engines:
         """Raises NoUpstream."""
         if not self.serving(run):
             if run is not None and run in self._own:
-                raise NoUpstream(f"the engines of run {run} are gone, and it goes to no others; POST /engines adds one")
+                raise NoUpstream(f"run {run} has no engines left, and may not use others: add one with POST /engines")
             whose = "" if not self.members else f" for run {run}: each serves another run alone"
-            raise NoUpstream(f"there is no engine{whose}; set TURNLOG_UPSTREAMS, or POST /engines")
+            raise NoUpstream(f"no engine is available{whose}: set TURNLOG_UPSTREAMS, or add one with POST /engines")
 
     def why_unavailable(self, url: str, run: str | None) -> Literal["listed", "draining", "dead"] | None:
         """Why no turn of this run should go to this engine; None if one may."""
@@ -374,7 +374,7 @@ class Engines:
         if field is not None and member.dialect is None:
             member.dialect = "sglang" if field == "input_ids" else "vllm"
         if field is None:
-            log.warning("the chat of %s takes no token ids: its turns are only captured, docs/tito.md", member.url)
+            log.warning("%s does not accept token ids in chats: its turns are only captured (docs/tito.md)", member.url)
         return field
 
     async def offer(self, url: str) -> Offer | None:
@@ -509,8 +509,8 @@ def failure(name: str, error: Exception) -> AppError:
 def require_status(url: str, status: int) -> None:
     """Raises UpstreamInvalid for a status that no engine should send."""
     if not 200 <= status < 600:
-        raise UpstreamInvalid(f"{url} answered {status}, which is no status of a reply")
+        raise UpstreamInvalid(f"{url} answered {status}, which is not a valid status")
     if 300 <= status < 400:
         raise UpstreamInvalid(f"{url} answered with a redirect ({status}), which is not followed")
     if 200 < status < 300:
-        raise UpstreamInvalid(f"{url} answered {status}, which holds no completion")
+        raise UpstreamInvalid(f"{url} answered {status} without a completion")

@@ -191,13 +191,13 @@ class HealthWatch:
     ) -> None:
         if isinstance(info_reply, NotSent) and isinstance(health, NotSent | None):
             member.is_refusing = True
-            member.failed(f"it cannot be connected to ({info_reply})", time.time())
+            member.failed(f"cannot connect ({info_reply})", time.time())
             return
         if not isinstance(info_reply, EngineReply) and not isinstance(health, EngineReply):
             if is_gate_shut and member.health != "dead":
                 member.succeeded("paused", time.time())
             else:
-                member.failed(f"it answers nothing ({type(info_reply).__name__})", time.time())
+                member.failed(f"no answer ({type(info_reply).__name__})", time.time())
             return
         info, paused = _read(info_reply, _ModelInfo), _read(info_reply, _IsPaused)
         if info is not None:
@@ -220,14 +220,16 @@ class HealthWatch:
             async with asyncio.timeout(ASK_S):
                 reply = await self._client.get(member.url + SERVER_INFO, self._headers)
         except (EngineError, TimeoutError) as error:
-            log.info("%s did not say what its logprobs are of: %s", member.url, error)
+            log.info("%s did not report its logprobs mode: %s", member.url, error)
             member.logprobs_asked = False
             return
         if member.generation == generation:
             info = _read(reply, _ServerInfo)  # None if it does not say; it may be in a mode that is not known here
             member.logprobs_of = None if info is None else MODES.get(info.vllm_config.model_config.logprobs_mode or "")
             if member.logprobs_of == "logits":
-                log.warning("%s returns logits instead of logprobs (--logprobs-mode): its rows say so", member.url)
+                log.warning(
+                    "%s returns logits instead of logprobs (--logprobs-mode): its rows are marked so", member.url
+                )
 
     async def _ask(self, url: str) -> Outcome:
         try:

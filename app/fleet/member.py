@@ -124,7 +124,7 @@ class Member(msgspec.Struct):
         self.failed_at = now
         if self.failures >= FAILURES and self.health != "dead":
             self._become("dead", now)
-            log.warning("engine %s is dead: %s; its sessions go on elsewhere", self.url, error)
+            log.warning("engine %s is dead: %s; its sessions move to other engines", self.url, error)
 
     def refused(self, error: str, now: float) -> None:
         """A connection to it was refused."""

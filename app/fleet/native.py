@@ -85,7 +85,7 @@ class NativeRoutes:
             except UNREADABLE:
                 member.server_info = ServerInfo()
             if self._is_staging and not member.server_info.incremental_streaming_output:
-                log.warning("%s does not stream increments: its turns are not staged, docs/fleet.md", url)
+                log.warning("%s does not stream increments: its turns are not staged (docs/fleet.md)", url)
         return member.server_info
 
     async def chat(

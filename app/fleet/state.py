@@ -122,7 +122,7 @@ class FleetState:
             # The newer event may be this process's own, if the answer to its commit was lost.
             async with self._reading:
                 await self._read()
-        raise StoreUnavailable("other processes wrote to the fleet's log all the time")
+        raise StoreUnavailable("too many processes write to the fleet's log at the same time")
 
     async def _apply_own(self, placed: Placed) -> None:
         """Apply the event that this process has just written, unless the poll has already."""
@@ -139,7 +139,7 @@ class FleetState:
         after = 0 if known is None else known.seq
         seen = store.seen(await self._database.read_autocommit(store.SINCE, {"known": after}))
         if known is not None and (not seen.events or seen.events[0] != known):
-            log.warning("the fleet's log has lost event %d, which this process knew: read it anew", known.seq)
+            log.warning("event %d is no longer in the fleet's log: reading the log again", known.seq)
             self._reset(await self._database.read(store.state))
         else:
             self._set_clock(seen.now)
@@ -182,5 +182,5 @@ class FleetState:
                 failed = True
             except Exception:
                 if not failed:
-                    log.exception("an unexpected fault in reading the fleet's log")
+                    log.exception("unexpected error while reading the fleet's log")
                 failed = True

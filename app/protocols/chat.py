@@ -96,7 +96,7 @@ def offered_tools(text: bytes, params: dict[str, msgspec.Raw]) -> tuple[bytes | 
     kind = choice.get("type") if isinstance(choice, dict) else None
     forces = kind not in (*_CARRIED, "allowed_tools") if tools else choice not in (None, "auto", "none")
     if forces:
-        raise Unsupported("tool_choice forces a tool that cannot be carried to an engine")
+        raise Unsupported("tool_choice forces a tool that cannot be sent to an engine")
     if not tools:
         params.pop("tool_choice", None)
         params.pop("parallel_tool_calls", None)

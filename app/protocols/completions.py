@@ -95,7 +95,7 @@ def _only_item(raw: bytes) -> msgspec.Raw:
         try:
             items = split.items(raw)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise InvalidRequest("prompt is not a value that can be read") from error
+            raise InvalidRequest("prompt cannot be parsed") from error
         if len(items) == 1:
             return items[0]
     raise Unsupported("prompt must be one prompt: a session has one continuation")

@@ -179,7 +179,7 @@ def _refuse(fields: Fields, names: frozenset[str]) -> None:
         return
     for name in names & fields.keys():
         if value_of(fields.pop(name), name) not in (None, False, "", [], {}):
-            raise Unsupported(f"{name} cannot be carried to an engine's completion of one list of token ids")
+            raise Unsupported(f"{name} cannot be sent to an engine with a completion of one list of token ids")
 
 
 def _key(fields: Fields, name: str) -> str | None:

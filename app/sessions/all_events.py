@@ -170,7 +170,7 @@ class AllEvents:
             try:
                 page = await self._next(reader)
             except PositionGone as error:
-                log.warning("a reader of all events must begin anew: %s", error)
+                log.warning("a reader of all events must start again: %s", error)
                 return
 
     async def _next(self, reader: _Reader) -> EventPage:
@@ -191,7 +191,7 @@ class AllEvents:
             if not reader.follows:
                 raise
             if not reader.waits_for_store:
-                log.warning("the log cannot be followed, a reader of all events waits: %s", error)
+                log.warning("the event log cannot be read, a reader of all events waits: %s", error)
             reader.waits_for_store = True
             await self._wait()
             return reader.nothing
@@ -217,8 +217,8 @@ class AllEvents:
             placed = await self._database.read(read, one_moment=True)
         if placed is None:
             raise PositionGone(
-                f"the event at {position.place.tx}.{position.place.position}, which was the last one given, is not in "
-                "the log any more: a crash of the database undid it; begin anew"
+                f"the event at {position.place.tx}.{position.place.position}, the last one given, is no longer "
+                "in the log, because a crash of the database undid it: start again"
             )
         return placed
 
@@ -243,7 +243,7 @@ def _require_epoch(position: LogPosition, epoch: str) -> None:
     """Raises PositionGone. A store may be restored while its servers run."""
     if position.epoch != epoch:
         raise PositionGone(
-            f"the position is of epoch {position.epoch:.64}, the store is in {epoch}: it was restored; begin anew"
+            f"the position is from epoch {position.epoch:.64}, but the store was restored (now {epoch}): start again"
         )
 
 

@@ -692,7 +692,7 @@ class SessionCache:
         try:
             await self._writer.submit(operation)
         except AppError as error:
-            log.warning("no snapshot of session %s was saved: %s", session.session_id, error)
+            log.warning("a snapshot of session %s could not be saved: %s", session.session_id, error)
 
 
 def id_text(ids: bytes) -> bytes:

@@ -86,7 +86,9 @@ class Erasure:
                 is_erased = await self._erase_members(session_id)
                 if await self.drop_content(session_id) and is_erased:
                     break
-                log.info("session %s is erased again: a restore has opened it, or one of its rollout", session_id)
+                log.info(
+                    "erasing session %s again: a restore has opened it, or another session of its rollout", session_id
+                )
         except SessionNotFound:
             if all(answer is None for answer in before):
                 raise

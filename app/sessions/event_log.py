@@ -45,7 +45,7 @@ class Followers:
     def counted(self) -> Iterator[None]:
         """Raises Overloaded."""
         if self.open >= MOST_FOLLOWERS:
-            raise Overloaded(f"{self.open} logs are followed already")
+            raise Overloaded(f"{self.open} readers already follow logs")
         self.open += 1
         try:
             yield

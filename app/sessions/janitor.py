@@ -109,10 +109,10 @@ class Janitor:
                 # A full disk or damage lasts for many rounds: log it once.
                 failure = (type(error), str(error) if isinstance(error, StoreDamaged) else "")
                 if failure != told:
-                    log.warning("the janitor's round was cut short: %s", error)
+                    log.warning("the janitor's round was interrupted: %s", error)
                 told = failure
             except Exception:
-                log.exception("an unexpected fault in the janitor's round")
+                log.exception("unexpected error in the janitor's round")
             await asyncio.sleep(self._pause_s())
 
     def _pause_s(self) -> float:

@@ -134,7 +134,9 @@ class Sessions:
             _require_same(outcome, body_hash)
             return outcome.session_id
         if isinstance(outcome, Circular):
-            raise InvalidRequest(f"session {new.config.parent} descends from session {new.session_id}, its child to be")
+            raise InvalidRequest(
+                f"session {new.config.parent} descends from session {new.session_id} and cannot be its parent"
+            )
         if isinstance(outcome, OfRun):
             raise _of_other_run(new.session_id, outcome.run, new.config.of_run)
         if isinstance(outcome, NoRoom):
@@ -202,7 +204,8 @@ class Sessions:
                 return
             if await self._database.read(partial(rollouts.count_below, root_id=root, most=most)) >= most:
                 raise TooManySessions(
-                    f"there are {most} sessions below session {root}; no more can be made with a session's token"
+                    f"session {root} has {most} sessions below it, the most that its token may create "
+                    "(TURNLOG_MAX_AGENT_SESSIONS)"
                 )
             await self.ensure(new)
 
@@ -237,7 +240,7 @@ class Sessions:
                 changed.clear()
                 session = (await self.require(session_id)).session
                 if session.finished is None or session.finished.producer_finished != producer_finished:
-                    raise AlreadyFinished(f"session {session_id} was finished with another producer_finished")
+                    raise AlreadyFinished(f"session {session_id} is already finished, with another producer_finished")
                 left = deadline - loop.time()
                 if not session.open_turns or left <= 0 or self._followers.stopping:
                     return session
@@ -263,7 +266,7 @@ class Sessions:
                 if session.open_turns or session.revision != revision:
                     raise SessionChanged(
                         f"session {session_id} is at {session.revision} and has {len(session.open_turns)} turns "
-                        f"in flight; {revision} was named"
+                        f"in flight; the request named {revision}"
                     )
                 closing = msgspec.structs.replace(closing, known=session.version)
             outcome = await self.apply(closing)

@@ -56,11 +56,11 @@ class Proof:
             try:
                 await self._prove()
             except Exception:
-                log.exception("an unexpected fault in proving a write")
+                log.exception("unexpected error in a test write")
             if self.unwritable not in (None, before):
-                log.warning("a write could not be proven: %s", self._fault)
+                log.warning("a test write failed: %s", self._fault)
             elif before is not None and self._fault is None:
-                log.warning("a write is proven again")
+                log.warning("test writes succeed again")
 
     async def _prove(self) -> None:
         try:

@@ -57,7 +57,7 @@ async def written(database: Database, function: Callable[[Tx], T], *, durable: b
             return await database.write(function, durable=durable)
         except WriteConflict:
             continue
-    raise StoreUnavailable("other writers kept this one from its turn")
+    raise StoreUnavailable("other processes' writes kept this one waiting too long")
 
 
 def _heartbeat(tx: Tx, incarnation: int) -> None:
@@ -103,7 +103,7 @@ class Recovery:
             number = self._incarnation()
             await written(self._database, lambda tx: incarnations.stop(tx, number))
         except AppError as error:
-            log.warning("this process could not be ended in the store, its claims end with its lease: %s", error)
+            log.warning("the store could not record that this process ends; its claims end with its lease: %s", error)
 
     def lease_to_judge_by(self) -> float:
         """The silence in seconds after which others' claims are void; infinite while this process cannot tell."""
@@ -139,7 +139,7 @@ class Recovery:
                 try:
                     await written(self._database, incarnations.end_gone)
                 except AppError as error:
-                    log.warning("processes that are gone could not be looked for: %s", error)
+                    log.warning("dead processes could not be looked up: %s", error)
             is_done = await self._sweep()
 
     async def _sweep(self) -> bool:
@@ -156,11 +156,11 @@ class Recovery:
                     continue
                 after, count = await self._passed_over(after or "", error), 0
             except AppError as error:
-                log.warning("abandoning dead turns stopped: %s; they are looked for again", error)
+                log.warning("abandoning the turns of dead processes was interrupted: %s; retrying", error)
                 return False
             abandoned += count
         if abandoned:
-            log.info("abandoned the open turns of %d sessions, whose process had died", abandoned)
+            log.info("abandoned the open turns of %d sessions whose process had died", abandoned)
         return True
 
     async def _passed_over(self, after: str, why: StoreDamaged) -> str | None:
@@ -239,7 +239,7 @@ class Registration:
             then()
             return
         log.warning(
-            "read-only: %s; reads and exports are served, what writes is refused until the store takes it",
+            "read-only: %s; reads and exports are served, writes are refused until the store accepts them",
             self._obstacle,
         )
         self._trying = asyncio.create_task(self._retry(then), name="turnlog-registration")
@@ -255,7 +255,7 @@ class Registration:
                 if await self.attempt():
                     break
             except Exception:
-                log.exception("an unexpected fault in registering this process")
+                log.exception("unexpected error while registering this process")
         took_s = asyncio.get_running_loop().time() - began
-        log.warning("read-only no more after %.0f s: this process takes turns, as incarnation %d", took_s, self._number)
+        log.warning("writable again after %.0f s: this process takes turns as incarnation %d", took_s, self._number)
         then()

@@ -63,8 +63,8 @@ class SessionConditions(Selection):
         pattern=patterns.ANNOTATION,
         description="Only open and closed sessions without an annotation of this name.",
     )
-    name: str | None = Field(default=None, pattern=patterns.ID, description="Only sessions that clients call so.")
-    generation: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Only this generation of a name.")
+    name: str | None = Field(default=None, pattern=patterns.ID, description="Only sessions with this name.")
+    generation: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Only this generation of the name.")
     evaluation: bool | None = Field(default=None, description="Only evaluations, or only others.")
     min_engine_errors: int | None = Field(
         default=None, ge=0, le=2**31 - 1, description="Only sessions with at least this many engine errors."
@@ -130,7 +130,7 @@ class SessionFilter(SessionConditions):
 class SessionQuery(SessionFilter):
     """As the page asks."""
 
-    q: str | None = Field(default=None, pattern=patterns.ID, description="Only sessions whose id begins so.")
+    q: str | None = Field(default=None, pattern=patterns.ID, description="Only sessions whose id begins with this.")
 
     @property
     def mark(self) -> str:
@@ -276,5 +276,5 @@ def _place_of(cursor: str, query: SessionQuery) -> Place:
     column, descending, value, session_id, mark = cursors.decode(cursor, CursorFields, "this list")
     cursors.require_mark(mark, query.mark)
     if (column, descending) != _order_of(query):
-        raise InvalidRequest("cursor is of a list in another order")
+        raise InvalidRequest("the cursor belongs to a list in another order: start again without it")
     return value, session_id

@@ -116,7 +116,7 @@ def load_blobs(connection: Connection, session_id: str, numbers: Iterable[int]) 
         except CorruptContent as error:
             raise CorruptContent(f"{kind}: {error}") from error
     if any(number not in raw for number in wanted):
-        raise CorruptContent("the content is not there")
+        raise CorruptContent("the content is missing")
     return raw
 
 
@@ -221,7 +221,7 @@ async def _fetched(database: Database, session_id: str, objects: Mapping[ChunkKe
         live = await database.read(partial(live_objects, session_id=session_id, keys=missing), session_id=session_id)
         for key in missing:
             if key in live:
-                log.error("session %s: the object %s is gone", session_id, live[key].name)
+                log.error("session %s: the object %s is missing from object storage", session_id, live[key].name)
             else:
                 del frames[key]
     return frames

@@ -178,7 +178,7 @@ class Unreadable:
     def warn_of_group(self, key: GroupKey, why: object) -> None:
         """Log a warning for a group with an unreadable head."""
         if self._is_new(f"group {key.group_id} of run {key.run}"):
-            log.warning("group %s of run %s is left as it was: %s", key.group_id, key.run, why)
+            log.warning("group %s of run %s was not changed: %s", key.group_id, key.run, why)
 
     def _is_new(self, name: str) -> bool:
         is_new = name not in self._logged

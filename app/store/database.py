@@ -82,7 +82,7 @@ SPARE_WRITERS = 3
 CONNECT_S, ANSWER_S = 5, 20
 """How long PostgreSQL may take to accept a connection, and to answer a read."""
 
-NO_ROOM = "there is no room to open the database for more than reads"
+NO_ROOM = "the disk is full: the database can only be opened for reads"
 
 _FAULTS = (DBAPIError, PoolTimeout, OSError, sqlite3.Error, BrokenRow, *DRIVER_ERRORS)
 

@@ -43,10 +43,12 @@ def driver_arguments(url: URL, timeout_s: float) -> tuple[URL, dict[str, Any]]:
         if value in WISHES.get(name, ()):
             continue
         if name not in KNOWN:
-            raise ValueError(f"one without {name}, which the driver does not have; it has {', '.join(sorted(KNOWN))}")
+            raise ValueError(
+                f"one without {name}, which the driver does not support; it supports {', '.join(sorted(KNOWN))}"
+            )
         if name not in ADDRESS:
             if not isinstance(value, str):
-                raise ValueError(f"one that has {name} once")
+                raise ValueError(f"one with {name} only once")
             given["sslmode" if name == "ssl" else name] = value
     _require("sslmode", given, SSL_MODES)
     _require("target_session_attrs", given, SESSION_KINDS)

@@ -437,7 +437,7 @@ def _placed(connection: Connection, query: Select[Any]) -> list[PlacedRow]:
     """Raises BrokenRow for a place or an id that no version wrote."""
     rows = [PlacedRow(_place_of(row[0], row[1]), row[2], EventRow(*row[3:])) for row in connection.execute(query)]
     if not all(isinstance(row.session_id, str) for row in rows):
-        raise BrokenRow("a row that is no event's")
+        raise BrokenRow("a row that is not an event")
     return rows
 
 

@@ -102,7 +102,7 @@ def _decoded(rows: Iterable[Row]) -> list[Placed]:
         try:
             event = decode(name, version, data, TYPES)
         except UnknownEvent as error:
-            raise StoreUnavailable(f"the fleet's log cannot be read at {seq}: {error}") from error
+            raise StoreUnavailable(f"event {seq} of the fleet's log cannot be read: {error}") from error
         assert isinstance(event, FleetEvent)
         placed.append(Placed(seq, at, event))
     return placed

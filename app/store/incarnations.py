@@ -136,8 +136,8 @@ def require_unserved(connection: Connection, lease_s: float, todo: str) -> None:
         return
     named = "; ".join([*map(str, alive[:NAMED]), *([f"{len(alive) - NAMED} more"] if len(alive) > NAMED else [])])
     raise StartupError(
-        f"{amount(len(alive), 'process serves', 'processes serve')} this database ({named}){todo}; one that was killed "
-        f"counts until {lease_s:g} s after its last heartbeat"
+        f"{amount(len(alive), 'process serves', 'processes serve')} this database ({named}){todo}; a killed "
+        f"process counts until {lease_s:g} s after its last heartbeat"
     )
 
 

@@ -237,7 +237,7 @@ def unopened(url: str, error: BaseException) -> StartupError:
         place = parsed.set(query={}).render_as_string(hide_password=True)
         todo = "is PostgreSQL running there, and is TURNLOG_DATABASE_URL right?"
     if isinstance(cause, StoreFull):
-        todo = "make room (docs/operations.md#the-disk-is-full)"
+        todo = "free disk space (docs/operations.md#the-disk-is-full)"
     return StartupError(f"the database cannot be opened: {place}: {_reason(cause)}; {todo}")
 
 
@@ -254,7 +254,7 @@ def _file(url: URL, error: BaseException) -> tuple[str, str]:
     if not isinstance(error, OSError) and code not in _PLACE:
         return str(file_of(url)), "is TURNLOG_DATABASE_URL right? (docs/operations.md#the-server-does-not-start)"
     place = getattr(error, "filename", None) or file_of(url)
-    return str(place), "TURNLOG_DATABASE_URL has to name a file in a folder that this user may write to"
+    return str(place), "TURNLOG_DATABASE_URL must name a file in a folder that this user may write to"
 
 
 def _reason(error: BaseException) -> str:
@@ -281,8 +281,11 @@ def is_known(revision: str | None) -> bool:
 def instead(by: str | None) -> str:
     """What to do about a database at a revision that is not known; `by`: the release that brought it there."""
     if by is None:
-        return "another version made it, from before the first release: export it with the checkout that made it"
-    return f"release {by} made it, and this is {release()}: install {by} or newer, or restore the backup from before it"
+        return "a version from before the first release made it: export it with the checkout that made it"
+    return (
+        f"release {by} made it, and this is {release()}: install {by} or newer, or restore the backup from "
+        "before that upgrade"
+    )
 
 
 def require_known(revision: str | None, by: str | None = None) -> None:
@@ -332,7 +335,7 @@ def keep_revision(tx: Tx) -> None:
     row = tx.one(_KEPT, {})
     found = None if row is None else row[0]
     if found != revision_head():
-        raise StoreLost(f"the database was brought to revision {found}")
+        raise StoreLost(f"the database was migrated to revision {found}")
 
 
 def note_release(connection: Connection) -> None:

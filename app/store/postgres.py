@@ -90,7 +90,7 @@ class Reconnect:
                 now = clock()
                 if self._missed_at is None:
                     self._missed_at = now
-                    log.warning("the database is gone (%s); waiting for it", error)
+                    log.warning("lost the database (%s); waiting for it", error)
                 # Other callers may succeed meanwhile; one that never does gives up all the same.
                 give_up_at = min(give_up_at, self._missed_at + RECONNECT_S)
                 if now + pause > give_up_at:
@@ -172,14 +172,16 @@ class PostgresWriter:
             return await self.connections.run(partial(self._transact, function=function, durable=durable))
         except CommitUnknown as unknown:
             if unknown.last is None:
-                raise StoreUnavailable("the connection was lost during a commit that cannot be looked up") from unknown
+                raise StoreUnavailable(
+                    "the connection was lost during a commit, and whether it succeeded cannot be looked up"
+                ) from unknown
             look = partial(self._holds, unknown.last)
             try:
                 is_there = await self._reconnect.retrying(lambda: self.connections.run(look))
             except (DBAPIError, *DRIVER_ERRORS) as error:
                 # A conflict or a full disk of the look is none of the transaction, which would be repeated or said to
                 # be refused, and may be done.
-                raise StoreUnavailable(f"what became of a commit could not be looked up: {_cause(error)}") from error
+                raise StoreUnavailable(f"whether a commit succeeded could not be looked up: {_cause(error)}") from error
             if not is_there:
                 raise ConnectionLost("the connection was lost before a commit") from unknown
             result: T = unknown.result
@@ -302,8 +304,8 @@ async def require_usable(connection: AsyncConnection) -> None:
         raise StartupError("the database is a standby, which cannot be written to: give the primary's address")
     if encoding != "UTF8":
         raise StartupError(
-            f"the database has the encoding {encoding}, which cannot hold every text: TURNLOG_DATABASE_URL has to name "
-            "one made with CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0"
+            f"the database has the encoding {encoding}, which cannot store every text: TURNLOG_DATABASE_URL "
+            "must name one made with CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0"
         )
 
 

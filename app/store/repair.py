@@ -396,8 +396,8 @@ class StoreUnordered(StoreUnavailable):
     def because(cls, why: str) -> StoreUnordered:
         return cls(
             f"the database does not give events back in the order of commits: {why}; is it a sharding proxy or "
-            "extension (such as Citus), a replica, or a pooler in statement mode? TURNLOG_DATABASE_URL has to name one "
-            "PostgreSQL server, or a pooler in transaction or session mode before it"
+            "extension (such as Citus), a replica, or a pooler in statement mode? TURNLOG_DATABASE_URL must "
+            "name one PostgreSQL server, or a pooler in transaction or session mode in front of it"
         )
 
 
@@ -419,7 +419,7 @@ def write_probe(tx: Tx, incarnation: int) -> Written:
     name = f"~{incarnation}.{written.tx}"  # another each time: one whose commit still waits would hold its key
     again = tx.one(_begun, {})
     if again is None or again[0] != written.tx:  # before anything is written: there is no transaction to take it back
-        raise StoreUnordered.because("two statements of one transaction ran in two")
+        raise StoreUnordered.because("two statements of one transaction ran in two transactions")
     row = {"session_id": name, "type": "Probe", "version": 1, "at": 0.0, "data": b"{}"}
     for seq in (1, 2):
         # On SQLite the process numbers events. These take no number from others, so that a probe leaves no gap.
@@ -455,7 +455,7 @@ def unseen(connection: Connection, written: Written, incarnation: int) -> str | 
     row = connection.execute(_seen, {"me": incarnation, "moment": written.moment}).one()
     is_seen, oldest, following, runs, newest = row
     if not is_seen:
-        return "a write that was confirmed is not read on another connection"
+        return "another connection does not see a committed write"
     if following <= max(newest, written.tx):
         return (
             f"transaction {max(newest, written.tx)} has written events, and the next one has the id {following}; after "

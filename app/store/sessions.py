@@ -569,7 +569,7 @@ def decode_events(rows: Iterable[EventRow]) -> list[Recorded]:
 
 def _recorded(row: EventRow) -> Recorded:
     if not (isinstance(row.seq, int) and isinstance(row.at, float) and isinstance(row.version, int)):
-        raise UnknownEvent("a row that is no event's")
+        raise UnknownEvent("a row that is not an event")
     return Recorded(row.seq, row.at, decode(row.type, row.version, row.data or b""))
 
 

@@ -91,7 +91,7 @@ waits until current readers have ended."""
 READERS_END_MS = 100
 """How long that write waits. Reads take milliseconds; a backup takes longer and does not hold up writes."""
 
-NOT_MOVED = "the log file was not moved into the database, and grows: %s"
+NOT_MOVED = "the WAL could not be checkpointed, and grows: %s"
 
 EMPTY_TRIES = 50
 
@@ -214,7 +214,7 @@ class SqliteWriter:
             if await self._run_in_thread(lambda: self._checkpoint("TRUNCATE")):
                 return
             await asyncio.sleep(0.1)
-        raise StoreUnavailable("readers keep the database's log file from being emptied")
+        raise StoreUnavailable("readers keep the WAL from being truncated")
 
     async def give_back(self) -> None:
         """Return free pages to the file system, except those soon needed, a few at a time."""
@@ -279,7 +279,7 @@ class SqliteWriter:
             # A previous process may have died before what it erased left the log file.
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         except sqlite3.OperationalError as error:
-            log.warning("the log file could not be emptied, and with it what has been erased: %s", error)
+            log.warning("the WAL could not be truncated, and still holds what has been erased: %s", error)
         self._reserve_log()
         self.connection = connection
         self._tx = SqliteTx(connection, last + 1, self._points)
@@ -300,7 +300,7 @@ class SqliteWriter:
                 os.fsync(file.fileno())
             except OSError as error:
                 file.truncate(end)
-                log.warning("the log file could not be made as long as it will be, its commits are slower: %s", error)
+                log.warning("the WAL could not be preallocated, commits are slower: %s", error)
 
     def _transact(self, function: Callable[[Tx], T], durable: bool) -> T:
         connection = self.connection

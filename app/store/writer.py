@@ -207,7 +207,7 @@ class Writer:
             async with asyncio.timeout(WAIT_S), self._room:
                 await self._room.wait_for(self._has_room)
         except TimeoutError:
-            raise Overloaded(f"{len(self._queue)} writes are waiting") from None
+            raise Overloaded(f"{len(self._queue)} writes are waiting already") from None
         finally:
             self._waiting_for_room -= 1
 
@@ -288,11 +288,13 @@ class Writer:
                     run, durable=durable, runs_inline=runs_inline, size=size, until=until
                 )
             except WriteConflict as error:
-                log.info("a batch of %d met another process's and is tried again: %s", len(batch), error)
+                log.info("a batch of %d writes conflicted with another process, retrying: %s", len(batch), error)
                 if tries < CONFLICT_TRIES:
                     tries += 1
                     continue
-                await self._write_each(batch, StoreUnavailable("other writers kept this one from its turn"))
+                await self._write_each(
+                    batch, StoreUnavailable("other processes' writes kept this one waiting too long")
+                )
             except StoreLocked as error:
                 self._give_up(batch, error)
             except StoreDamaged as error:
@@ -357,7 +359,7 @@ class Writer:
         now = self._loop.time()
         entry.held_until = entry.held_until or now + LOCK_RETRY_S
         if now >= entry.held_until:
-            message = f"session {entry.operation.session_id}: somebody else holds its row in the database"
+            message = f"session {entry.operation.session_id}: another program holds a lock on its row in the database"
             _fail(entry, StoreUnavailable(message))
             return
         self._deferred += 1

@@ -53,8 +53,8 @@ def arguments(
         known = _HUNYUAN.get(effort) if effort is None or isinstance(effort, str) else None
         if known is None:
             raise InvalidRequest(
-                "reasoning_effort must be one of none, minimal, low, medium, high, xhigh and max: the engine takes no "
-                "other with this chat template"
+                "reasoning_effort must be one of none, minimal, low, medium, high, xhigh and max: the engine "
+                "accepts no other value with this chat template"
             )
         effort = known
     elif other is not None:
@@ -95,7 +95,9 @@ def pinned(family: str, reads: frozenset[str]) -> dict[str, Any]:
     check_family(family)
     for name in FAMILIES[family]:
         if name not in reads:
-            raise StartupError(f"the chat template is not that of TURNLOG_TITO_FAMILY={family!r}: it reads no {name}")
+            raise StartupError(
+                f"TURNLOG_TITO_FAMILY={family!r} does not fit the chat template, which does not read {name}"
+            )
     return dict(FAMILIES[family])
 
 

@@ -263,7 +263,7 @@ class _Trial:
         elif begins and self.followed[: len(self.rest)] == self.rest:
             self.generated = self.followed[: self.followed.index(begins[0]) + 1]
         else:
-            raise NotAnExtension("neither does a message end nor the next one begin with a special token")
+            raise NotAnExtension("messages neither end nor begin with a special token")
 
     @property
     def stop(self) -> int:
@@ -286,16 +286,16 @@ class _Trial:
                 for shown in (leading, [*leading, conversation.answer, *conversation.new])
             )
             if prompt.partition(rule.question)[0] != whole.partition(rule.question)[0]:
-                raise NotAnExtension("the chat template renders the messages before these otherwise")
+                raise NotAnExtension("the chat template renders the earlier messages differently")
             extension = rule.extension(render, conversation.answer, conversation.new, self.stop)
         except (InvalidRequest, NotAnExtension) as error:
             return str(error)
         self.trims |= extension.trim > 0
         kept = self.generated[: len(self.generated) - extension.trim]
         if kept != self.followed[: len(kept)]:
-            return "the chat template ends the message otherwise once others follow"
+            return "the chat template ends the message differently if others follow"
         if kept + extension.ids != self.followed:
-            return "the chat template renders what follows by what stands before"
+            return "the chat template renders what follows depending on what precedes it"
         return None
 
 

@@ -72,11 +72,11 @@ class ContinuationRule:
             if alone.count(self._word) == whole.count(self._word) == 1:
                 break
         else:
-            raise NotAnExtension("the chat template does not render an assistant message once")
+            raise NotAnExtension("the chat template does not render an assistant message exactly once")
         head, followed = whole.split(self._word)
         asked = head.partition(self.question)[0] + self.question
         if not (head.startswith(asked) and alone.startswith(asked)):
-            raise NotAnExtension("the chat template renders the messages before these otherwise")
+            raise NotAnExtension("the chat template renders the earlier messages differently")
         if _TOOL_NAME in followed:  # Muse Glimmer shows them with each system message
             raise NotAnExtension("the chat template renders the tools again with these messages")
         ending = self._encode(alone.split(self._word)[1])

@@ -43,8 +43,8 @@ def tokenizer(path_or_name: str, dialect: EngineDialect | None = None) -> tuple[
     model = rendered_elsewhere(_json(transformers, path_or_name, "config.json"), source)
     if model is not None:
         raise StartupError(
-            f"TURNLOG_TOKENIZER={path_or_name!r}: engines render {model} with code of their own, not with its chat "
-            "template: unset TURNLOG_TOKENIZER, and the ids that the engine renders are captured"
+            f"TURNLOG_TOKENIZER={path_or_name!r}: engines render {model} with their own code, not with its chat "
+            "template: unset TURNLOG_TOKENIZER to capture the engine's ids"
         )
     loaded.backend_tokenizer.no_truncation()
     loaded.backend_tokenizer.no_padding()
@@ -102,8 +102,8 @@ def _splits(backend: Any) -> tuple[Any, ...]:
 
 def _depends(path_or_name: str) -> StartupError:
     return StartupError(
-        f"TURNLOG_TOKENIZER={path_or_name!r}: SGLang and vLLM make different tokenizers of this folder: set "
-        "TURNLOG_UPSTREAM_DIALECT to the one that the engines are"
+        f"TURNLOG_TOKENIZER={path_or_name!r}: SGLang and vLLM load different tokenizers from this folder: set "
+        "TURNLOG_UPSTREAM_DIALECT to that of the engines"
     )
 
 

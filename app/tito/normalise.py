@@ -78,8 +78,8 @@ def _message(
     if message_format.parts and isinstance(content, str):
         if content and dialect == "sglang" and not stored:
             raise Unsupported(
-                f"messages[{index}]: content must be a list of parts: the chat template shows no other, and SGLang "
-                "gives it text as it is"
+                f"messages[{index}]: content must be a list of parts: the chat template renders nothing else, "
+                "and SGLang does not convert text"
             )
         content = [{"type": "text", "text": content}] if content else []
     message: dict[str, Any] = {"role": role, "content": content}
@@ -174,7 +174,7 @@ def _sglang_arguments(arguments: Any, where: str) -> Any:
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{where}: arguments must be the JSON of an object: the engine takes no other")
+        raise InvalidRequest(f"{where}: arguments must be the JSON of an object: engines accept nothing else")
     return as_doubles(value)
 
 
@@ -213,7 +213,7 @@ def as_doubles(value: Any) -> Any:
         try:
             return float(value)
         except OverflowError:
-            raise InvalidRequest("an integer is too large: the engine takes none that no double holds") from None
+            raise InvalidRequest("an integer is too large: engines only accept those that fit a double") from None
     return value
 
 

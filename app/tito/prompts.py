@@ -133,7 +133,8 @@ class Prompts:
         is_alike = text.strip() and whole.startswith(prompt + text)  # White space has no place that vLLM could find.
         if not is_alike or self._encode(prompt + text) != self._encode(prompt) + ids:
             raise Unsupported(
-                "continue_final_message: the chat template renders the message otherwise than a reply that begins so"
+                "continue_final_message: the chat template renders the message differently from a reply that "
+                "begins with it"
             )
         return ids
 
@@ -196,7 +197,9 @@ class Prompts:
                 raise InvalidRequest(f"chat_template_kwargs.{name} is set by the server")
             if name in self.pinned and (value != self.pinned[name] or type(value) is not type(self.pinned[name])):
                 pinned = _JSON.encode(self.pinned[name]).decode()
-                raise InvalidRequest(f"chat_template_kwargs.{name} is always {pinned}: otherwise history would change")
+                raise InvalidRequest(
+                    f"chat_template_kwargs.{name} is always {pinned}: another value would change the history"
+                )
 
     def mismatch(
         self,
@@ -233,7 +236,7 @@ class Prompts:
             if not text.isascii():
                 text.encode()
         except UnicodeEncodeError as error:
-            raise InvalidRequest("the messages hold a lone surrogate, which is no text") from error
+            raise InvalidRequest("the messages have a lone surrogate, which is not valid text") from error
         return self._encoder.encode(text)
 
     def _derive_rewrites(self, flip: bytes) -> bool:
@@ -267,7 +270,7 @@ class Prompts:
     def _schemas(self, tools: Sequence[Any] | None, dialect: EngineDialect = "sglang") -> list[dict[str, Any]] | None:
         """Raises Unsupported if the template would leave the tools out."""
         if tools and not self.findings.tools:
-            raise Unsupported("tools: the chat template renders none")
+            raise Unsupported("tools: the chat template does not render tools")
         return normalise.tools(tools, self.findings.message_format, dialect)
 
     def _probe(
@@ -297,7 +300,7 @@ def _key(*parts: object) -> bytes:
     try:
         return _JSON.encode(parts)
     except UnicodeEncodeError as error:
-        raise InvalidRequest("tools or chat_template_kwargs hold a lone surrogate, which is no text") from error
+        raise InvalidRequest("tools or chat_template_kwargs have a lone surrogate, which is not valid text") from error
 
 
 PIECE = 256 << 10

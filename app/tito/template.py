@@ -47,7 +47,7 @@ class Template:
         try:
             self._parsed = [environment.parse(_GENERATION.sub("", source)) for source in self._sources]
         except jinja2.TemplateSyntaxError as error:
-            raise StartupError(f"the chat template is not Jinja, at its line {error.lineno}") from error
+            raise StartupError(f"the chat template is not valid Jinja at line {error.lineno}") from error
 
     @property
     def source(self) -> str:

@@ -235,7 +235,7 @@ class Claims:
         if session.budgets and limits is not None:
             claim = await limits.claiming(placed, plan, session, claim)
         if not flight.has_client:
-            raise ClientGone("the client went away before its turn was begun")
+            raise ClientGone("the client disconnected before its turn began")
         if crash_points.ARMED:
             crash_points.reach("before_claim")
         self._known[session_id, at] = self._known.get((session_id, at), 0) + 1
@@ -573,10 +573,10 @@ class Claims:
             try:
                 abandoned = await self._writer.submit(AbandonLost(self._incarnation(), self._clock(), self._known))
             except AppError as error:
-                log.warning("claims of turns that are not in flight were not looked for: %s", error)
+                log.warning("leftover claims of this process could not be looked up: %s", error)
                 continue
             if abandoned:
-                log.info("abandoned %d open turns of this process that are not in flight", abandoned)
+                log.info("abandoned %d leftover claims of this process", abandoned)
 
     async def close(self) -> None:
         """Claims that are not released by now become void when the process ends."""
@@ -601,6 +601,6 @@ def _session_after(entry: CacheEntry, before: Session, outcome: Appended) -> Ses
 
 
 def _too_many_open(session_id: str, most: int) -> SessionBusy:
-    error = SessionBusy(f"session {session_id} has {most} turns in flight, the most that it may have; come again")
+    error = SessionBusy(f"session {session_id} has {most} turns in flight, the most that it may have; retry later")
     error.retry, error.retry_after_s = True, 1
     return error

@@ -376,7 +376,7 @@ class EngineCalls:
         if call.ids_field is None and call.origin == "continued":
             raise TakesNoIds(engine)
         if call.ids_field is None and call.origin == "client":
-            raise Unsupported(f"input_ids: the chat of {engine} takes no token ids; /v1/completions does")
+            raise Unsupported(f"input_ids: {engine} does not accept token ids in chats; use /v1/completions")
 
     async def _inference_body(self, turn: Claimed, call: EngineCall, engine: str) -> bytes | None:
         """The request of vLLM's `/inference/v1/generate`; None if the engine does not take this prompt of ids there.
@@ -412,7 +412,7 @@ class EngineCalls:
         context. Raises EngineError, Unsupported."""
         context = await self._engines.context(engine)
         if context is None or call.ids is None:
-            raise Unsupported(f"max_tokens is missing, and {engine} does not say how long its model's context is")
+            raise Unsupported(f"max_tokens is missing, and {engine} does not report its model's context length")
         # A prompt that is too long is the engine's to refuse.
         rest = max(context - call.ids.text.count(b",") - 1, 1)
         fields = {name: bytes(raw) for name, raw in _FIELDS.decode(call.params).items()}
@@ -475,7 +475,7 @@ class EngineCalls:
         engine = engines.known(answer.engine)
         named = engine.rid_in(answer.body)
         if named not in (None, turn.rid):
-            raise UpstreamInvalid("the reply is that of another request")
+            raise UpstreamInvalid("the reply belongs to another request")
         turn.received = answer.body
         try:
             reply = await self._validator.validate(turn, call, answer, new)
@@ -487,7 +487,9 @@ class EngineCalls:
             answer.status, answer.body = failed.told_status, Body([failed.told])
             return answer
         if named is None and engine.lacks_id(answer.body):
-            raise UpstreamInvalid("the reply has no id, which this engine gives: it may be that of another request")
+            raise UpstreamInvalid(
+                "the reply has no id, although this engine gives ids: it may belong to another request"
+            )
         if crash_points.ARMED:
             crash_points.reach("after_judged")
         spans = reply.weight_versions
@@ -618,7 +620,7 @@ def adapter_of(session: Session, request: Request, fleet: Fleet) -> str | None:
         return path if isinstance(path, str) and path else named
     for name, requested in (("lora_path", path), ("model", named)):
         if requested and requested != own:
-            raise InvalidRequest(f"{name} names another adapter than the session's, which its turns are for")
+            raise InvalidRequest(f"{name} names another adapter than the session's")
     return own
 
 

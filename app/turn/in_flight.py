@@ -501,7 +501,7 @@ class Waiter(msgspec.Struct, eq=False):
         self.departure = asyncio.get_running_loop().create_future()
         await asyncio.wait((finished, self.departure), return_when=asyncio.FIRST_COMPLETED)
         if self.has_left:
-            raise ClientGone("the client went away while it waited for a turn that it had joined")
+            raise ClientGone("the client disconnected while it waited for a turn that it had joined")
         return finished.result()
 
     def turn_at_gate(self) -> None:

@@ -325,7 +325,9 @@ class Retries:
                         self._cache.advance(session_id, outcome.events)
                         self._followers.notify(session_id)
                 except AppError as error:
-                    log.warning("session %s: the delivery of turn %d could not be noted: %s", session_id, turn, error)
+                    log.warning(
+                        "session %s: the delivery of turn %d could not be recorded: %s", session_id, turn, error
+                    )
                 del told[0]
         finally:
             del self._writing[key]

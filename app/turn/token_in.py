@@ -94,7 +94,7 @@ class TokenIn:
         for name, accepted in _BUILT_HERE.items():
             is_begun = request.beginning is not None and name in prefill.PARAMS
             if not is_begun and value_of(request.params.get(name), name) not in accepted:
-                raise Unsupported(f"{name} is not possible where the server builds the prompt")
+                raise Unsupported(f"{name} is not supported when the server builds the prompt (TURNLOG_TOKENIZER)")
         transfer = value_of(request.params.get(KV_FIELD), KV_FIELD)
         if isinstance(transfer, dict) and transfer.get(KV_MEMBER) is not None:
             raise Unsupported(f"{KV_FIELD}.{KV_MEMBER}: the server builds the prompt; input_ids holds a client's own")
@@ -283,10 +283,10 @@ class TokenIn:
         before = await self._rendered_with(session, parent)
         kept = template.choice == "none" and template.tools == before.tools
         if not kept and template.offered != before.offered:
-            raise NotAnExtension("the tools are not those that the stored tokens begin with")
+            raise NotAnExtension("the tools differ from those that the stored tokens begin with")
         if await self._run(0, self.prompts.rewrites_history, before.arguments, template.arguments, template.offered):
             raise InvalidRequest(
-                "chat_template_kwargs would render the stored history otherwise; use those that it began with"
+                "chat_template_kwargs would render the stored history differently; use those that it began with"
             )
 
     async def _all_messages(self, turn: Claimed, incoming: RequestHistory) -> list[Mapping[str, Any]]:

@@ -356,7 +356,7 @@ class Turns:
         if config.evaluation is not None:
             request = in_new_wire(request, evaluation=config.evaluation)
         if config.capture == "text" and request.ids is not None:
-            raise Unsupported("a session that captures text alone takes no token ids")
+            raise Unsupported('a session with capture "text" does not accept token ids')
         if prefill.CONTINUES in request.params and isinstance(request, ChatRequest):
             request = prefill.with_beginning(request)
         if request.key is not None and flight.retry_key is None:
@@ -512,7 +512,9 @@ class Turns:
             try:
                 entry = await self._cache.current(session_id)
             except AppError as error:
-                log.warning("a generation of session %s may go on: whose it is cannot be read: %s", session_id, error)
+                log.warning(
+                    "a generation of session %s may still run: its engine could not be looked up: %s", session_id, error
+                )
                 return
             if entry is None:
                 return

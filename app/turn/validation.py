@@ -112,7 +112,7 @@ class ReplyValidator:
         """What a turn says of its message and of who was asked. Raises UpstreamInvalid."""
         size = len(reply.message)
         if size >= self._settings.max_request_bytes or (size > bounds.FEW and bounds.is_too_much(reply.message)):
-            raise UpstreamInvalid(f"{engine} returned a message that is too large for a request to send it back")
+            raise UpstreamInvalid(f"{engine} returned a message that is too large to be sent back in a request")
         reply.engine, reply.requested_at = engine, turn.requested_at
         reply.message_hash, reply.calls_hash, reply.bare_hash = turn.history.reply_hashes(reply.message)
         if reply.rest:
@@ -158,11 +158,11 @@ class ReplyValidator:
             result = job.decode_done(await self._pool.run(job.encode(work), *body.pieces))
             return Read(result, None if work.sent else text_in(body, result))
         except PromptDiffers as error:
-            raise TokenPrefixMismatch(f"{engine} reports another prompt than it was sent: {error}") from error
+            raise TokenPrefixMismatch(f"{engine} reports another prompt than the one it was sent: {error}") from error
         except Crashed as error:
-            raise WorkerCrash(f"judging the reply of {engine} failed twice: {error}") from error
+            raise WorkerCrash(f"validating the reply of {engine} failed twice: {error}") from error
         except (PoolError, OSError) as error:
-            raise Overloaded(f"the reply of {engine} cannot be judged now: {error}") from error
+            raise Overloaded(f"the reply of {engine} cannot be validated now: {error}") from error
 
     def _payload_spec(self, turn: Claimed, kind: ReplayKind, call: EngineCall) -> PayloadSpec:
         of_experts = kind == "routed_experts"

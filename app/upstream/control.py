@@ -129,7 +129,7 @@ class EngineControl:
     ) -> tuple[str, dict[str, str | None]]:
         """The name of a router's worker, and the errors that it answers."""
         if worker is None:
-            return str(number), dict.fromkeys(rids, "what the router's list says of it is no base URL of an engine")
+            return str(number), dict.fromkeys(rids, "the router's list does not give a base URL for it")
         if number > MOST_WORKERS:
             return worker, dict.fromkeys(rids, f"the router's list has more than {MOST_WORKERS}")
         try:

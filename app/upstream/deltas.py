@@ -251,7 +251,7 @@ class JoinedMessage:
             if name != call.name and call.has_begun:
                 raise Rejected("a tool call has another name while its arguments are unfinished")
         if is_whole and adds:
-            raise Rejected("arguments follow those of a tool call that are whole already")
+            raise Rejected("more arguments follow those of a tool call that were complete")
         if is_whole and is_new:
             call.next_id = call_id
         return call, call_id

@@ -55,7 +55,7 @@ def _upstream(name: str, given: _Given) -> TextUpstream:
     url = given.url.strip().rstrip("/")
     fault = patterns.base_url_fault(url)
     if fault is not None:
-        raise ValueError(f"{WANTED}; {name}.url is no base URL, or has credentials, a query or a fragment")
+        raise ValueError(f"{WANTED}; {name}.url is not a base URL, or has credentials, a query or a fragment")
     if given.key is not None and given.key_env is not None:
         raise ValueError(f"{WANTED}; {name} has key and key_env: it takes one of them")
     key = given.key if given.key_env is None else os.environ.get(given.key_env, "")

@@ -80,7 +80,9 @@ def _field_of(reply: EngineReply, url: str) -> IdsField | None:
     try:
         read = _REPLY.decode(reply.body.joined())
     except UNREADABLE as error:
-        raise UpstreamInvalid(f"{url} returned a malformed reply when it was asked whether it takes ids") from error
+        raise UpstreamInvalid(
+            f"{url} returned a malformed reply when it was asked whether it accepts token ids"
+        ) from error
     ids = read.prompt_token_ids or next((choice.prompt_token_ids for choice in read.choices), None)
     count = len(ids) if ids else None if read.usage is None else read.usage.prompt_tokens
     return next((name for name, sent in _IDS.items() if (sent == ids if ids else len(sent) == count)), None)

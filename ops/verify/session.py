@@ -244,7 +244,7 @@ class SessionCheck:
         later = [recorded for recorded in self._log if recorded.seq > start.version]
         if any(isinstance(recorded.event, SessionRestored) for recorded in later):
             return
-        self._expect(fold(self._session_id, later, start) == session, "a fold from the snapshot is not the log's")
+        self._expect(fold(self._session_id, later, start) == session, "a fold from the snapshot differs from the log's")
 
     def _committed(self) -> Iterator[TurnCommitted]:
         return (recorded.event for recorded in self._log if isinstance(recorded.event, TurnCommitted))
@@ -321,14 +321,14 @@ class SessionCheck:
 
     def _turn(self, turn: TurnCommitted, token_frame: bytes | None, exchange: bytes | None, chains: _Chains) -> None:
         if exchange is None:
-            raise CorruptContent("the content is not there")
+            raise CorruptContent("the content is missing")
         if codec.content_hash(token_frame, exchange) != turn.content_hash:
-            raise CorruptContent("the content's hash is not the log's")
+            raise CorruptContent("the content's hash differs from the log's")
         self._exchange(turn, codec.unpack(exchange, Exchange))
         tokens = codec.unpack_tokens(token_frame, exchange)
         if turn.is_text:
             has_tokens = any((tokens.suffix_ids, tokens.output_ids, tokens.logprobs, turn.base_tokens))
-            self._expect(not has_tokens, f"turn {turn.turn}: it has tokens, the log says that it is text alone")
+            self._expect(not has_tokens, f"turn {turn.turn}: it has tokens, but the log says that it has text alone")
             return
         sizes = {
             "suffix_ids": (len(tokens.suffix_ids), turn.suffix_tokens * TOKEN_BYTES),
@@ -419,4 +419,4 @@ class SessionCheck:
         """Check that every stored refused reply belongs to a turn that the log says was rejected."""
         rejected = {recorded.event.fence for recorded in self._log if isinstance(recorded.event, TurnRejected)}
         kept = {row[0] for row in self._rows(refused_replies, refused_replies.c.fence)}
-        self._expect(kept <= rejected, f"refused replies {sorted(kept - rejected)[:5]} belong to no rejected turn")
+        self._expect(kept <= rejected, f"rejected replies {sorted(kept - rejected)[:5]} belong to no rejected turn")

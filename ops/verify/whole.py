@@ -44,7 +44,7 @@ async def check_file(database: Database, report: Report) -> None:
     """Check SQLite's pages and indexes. For PostgreSQL, `pg_amcheck` does that."""
     if not database.is_sqlite:
         return
-    reported = await database.read(lambda c: attempt_or(c, _file_problems, ["a page at the root is damaged"]))
+    reported = await database.read(lambda c: attempt_or(c, _file_problems, ["a root page is damaged"]))
     for one in reported:
         report.found(STORE, f"the file: {one}")
     if reported:
@@ -169,7 +169,7 @@ def _stored(connection: Connection, keys: Sequence[GroupKey]) -> dict[GroupKey, 
 
 def _check_counts(named: str, row: _Row | None, now: GroupOutcome, report: Report) -> None:
     if row is None:
-        report.found(STORE, f"{named}: neither a row nor a note that one is due")
+        report.found(STORE, f"{named}: it has no row, and none is pending")
         return
     found = _counts(row.sessions, row.erased, row.unfinished, row.arrived, row.size, evaluation=row.evaluation)
     expected = _counts(now.rollouts, now.erased, now.unfinished, now.arrived, now.size, evaluation=now.evaluation)

@@ -56,7 +56,7 @@ async def test_reasons_are_counted_by_kind_and_examples_say_all(store: Store) ->
     assert reasons(found) == {"no committed turn": 4, "unreadable": 4}
     [damaged] = [missing for missing in found.missing if missing.reason == "unreadable"]
     assert {missing.reason: missing.lost_tokens for missing in found.missing}["unreadable"] == 2 * damaged.count
-    assert damaged.examples[0].detail == "unreadable: turn 1: the content's hash is not the log's"
+    assert damaged.examples[0].detail == "unreadable: turn 1: the content's hash differs from the log's"
     assert {one.session_id for one in damaged.examples} == {"s01", "s04", "s07", "s10"}
 
 

@@ -134,8 +134,11 @@ def test_the_revisions_are_those_that_alembic_knows(empty_url: str) -> None:
     assert on(empty_url, revision_of) == revision_head()
 
 
-NEWER = f"release 9.1.0 made it, and this is {release()}: install 9.1.0 or newer, or restore the backup from before it"
-EARLIER = "another version made it, from before the first release: export it with the checkout that made it"
+NEWER = (
+    f"release 9.1.0 made it, and this is {release()}: install 9.1.0 or newer, "
+    "or restore the backup from before that upgrade"
+)
+EARLIER = "a version from before the first release made it: export it with the checkout that made it"
 
 
 def refusal(url: str) -> str:

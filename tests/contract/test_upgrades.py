@@ -36,7 +36,7 @@ pytestmark = pytest.mark.anyio
 REVISION, STORED = "0001", "9681b67bed615208"
 LEASE_S = 60.0
 MIGRATE = text("UPDATE alembic_version SET version_num = 'next'")
-LOST = "the database was brought to revision next"
+LOST = "the database was migrated to revision next"
 
 
 def test_what_is_stored_otherwise_has_another_revision() -> None:
@@ -141,4 +141,4 @@ async def test_the_first_few_are_named_and_none_of_this_host_that_has_ended(post
     [line] = refused.value.lines
     assert line.startswith("6 processes serve this database (0.1.0 on host-0, pid 1, since 20")
     assert [f"host-{number}," in line for number in range(6)] == [True] * 4 + [False] * 2
-    assert line.endswith(" UTC; 2 more): stop them; one that was killed counts until 60 s after its last heartbeat")
+    assert line.endswith(" UTC; 2 more): stop them; a killed process counts until 60 s after its last heartbeat")

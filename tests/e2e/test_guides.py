@@ -46,9 +46,12 @@ def test_a_page_runs(path: Path, stand: Stand) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["docs/nope.md"], "there is no page docs/nope.md"),
-        (["docs/guides/agents.md", "--python", "/no/python"], "--python: there is no program /no/python"),
-        (["docs/guides/claude-code-grpo.md"], "docs/guides/claude-code-grpo.md needs what is not there: "),
+        (["docs/nope.md"], "docs/nope.md does not exist"),
+        (["docs/guides/agents.md", "--python", "/no/python"], "--python: /no/python does not exist"),
+        (
+            ["docs/guides/claude-code-grpo.md"],
+            "docs/guides/claude-code-grpo.md needs packages or programs that are missing: ",
+        ),
     ],
 )
 def test_what_is_not_there_is_told_in_a_line(

@@ -576,7 +576,7 @@ def test_tokens_are_folded_coloured_and_jumped_to(stand: Stand, watch: Watch) ->
 def test_a_branch_is_chosen_and_the_tree_is_a_graph(stand: Stand, tree: Talk, watch: Watch) -> None:
     watched = watch(stand.server.base_url)
     segments = stand.talk(on_divergence="segment", rollback_window=1)
-    for text in ("one", "begin anew", "and again"):
+    for text in ("one", "start again", "and again"):
         segments.messages = []
         segments.say(text, sim=NOW)
     page = watched.open(_at(segments, tab="tokens"))

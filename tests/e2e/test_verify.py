@@ -48,7 +48,7 @@ DAMAGE = {
     "a turn without content": ("DELETE FROM turns WHERE session_id = 'filled-0' AND turn = 3", "4 turns are stored"),
     "a damaged frame": (
         "UPDATE turns SET tokens = x'00' WHERE session_id = 'filled-0' AND turn = 2",
-        "the content's hash is not the log's",
+        "the content's hash differs from the log's",
     ),
     "a missing blob": ("DELETE FROM blobs WHERE session_id = 'filled-2'", "blobs [] are stored"),
     "a damaged blob": ("UPDATE blobs SET data = x'00' WHERE session_id = 'filled-2'", "blob 0: "),
@@ -71,7 +71,7 @@ DAMAGE = {
     "another turn's content": (
         "UPDATE turns SET exchange = (SELECT exchange FROM turns other "
         "WHERE other.session_id = turns.session_id AND other.turn = 1) WHERE turn = 2 AND session_id = 'filled-0'",
-        "the content's hash is not the log's",
+        "the content's hash differs from the log's",
     ),
     "a reward that was never assigned": (
         "UPDATE sessions SET reward = 1.0 WHERE session_id = 'filled-2'",
@@ -96,9 +96,9 @@ DAMAGE = {
     ),
     "a refused reply of no turn": (
         "UPDATE refused_replies SET fence = 77 WHERE session_id = 'rich'",
-        "refused replies [77] belong to no rejected turn",
+        "rejected replies [77] belong to no rejected turn",
     ),
-    "a group that lost its row": ("DELETE FROM groups WHERE group_id = 'done'", "neither a row nor a note"),
+    "a group that lost its row": ("DELETE FROM groups WHERE group_id = 'done'", "it has no row, and none is pending"),
     "a miscounted group": ("UPDATE groups SET sessions = 7 WHERE group_id = 'done'", "stored are 7 sessions"),
     "a group that is not complete": (
         "UPDATE groups SET completed_at = 1.0 WHERE group_id = 'going-on'",
@@ -279,5 +279,5 @@ def test_the_command_says_what_is_wrong_and_how_it_ended(sound: Made, tmp_path: 
     sound_one, damaged, none = outcomes.values()
     assert sound_one.stdout.endswith("2 groups: 0 problems\n")
     assert damaged.stdout.startswith("filled-2: sessions is nothing, the log says")
-    assert none.stderr == f"verify: there is no database {tmp_path / 'none.db'}\n"
+    assert none.stderr == f"verify: the database {tmp_path / 'none.db'} does not exist\n"
     assert not (tmp_path / "none.db").exists()

@@ -103,7 +103,7 @@ def test_it_serves_beside_packages_of_the_same_names(beside: tuple[Environment, 
     assert "acknowledged turns are stored" in installed.turnlog("demo", "--once", **safe)
     assert "--latency-ms" in installed.turnlog("simulator", "--help")
     report = done(installed.bin / "turnlog", "doctor", "--json", cwd=installed.empty, code=1, **database)
-    assert "without pyarrow format=parquet is 400" in report.stdout
+    assert "pyarrow is not installed: exports with format=parquet get 400" in report.stdout
     installed.pip("uninstall", "-y", "turnlog")
     assert not (installed.packages / "turnlog").exists()
     assert {name: (installed.packages / name / "__init__.py").read_text() for name in SERVER} == theirs

@@ -386,8 +386,8 @@ def test_a_server_answers_for_the_damaged_sessions_and_serves_the_others(
         assert warnings_of(stand) == told, "once a session, however often it is asked for"
         stand.http.close()
         left = stand.server.log_path.read_text()
-        assert "unexpected fault" not in left
-        assert "round was cut short" not in left
+        assert "unexpected error" not in left
+        assert "round was interrupted" not in left
 
 
 @pytest.mark.parametrize("where", ["order", "heads"])
@@ -414,7 +414,7 @@ def test_a_server_lives_with_a_damaged_list_and_hands_out_the_other_groups(
         left_out = {one["session_id"]: one["reason"] for line in lines for one in line["excluded"]}
         assert all(reason.startswith("unreadable: ") for reason in left_out.values()), left_out
         assert left_out.keys() <= damaged.lost
-        assert "unexpected fault" not in stand.server.log_path.read_text()
+        assert "unexpected error" not in stand.server.log_path.read_text()
 
 
 def walked(stand: Stand) -> list[Row]:

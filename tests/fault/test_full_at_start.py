@@ -134,7 +134,7 @@ def well_again(stand: Stand, kept: Held, tally: Tally, lines: int = 1) -> None:
     assert stand.http.delete(kept.closed.path, params={"erase": "true"}).status_code == 204
     said = log_of(stand)
     assert len(re.findall("read-only: ", said)) == lines
-    assert len(re.findall("read-only no more", said)) == lines
+    assert len(re.findall("writable again", said)) == lines
     assert "Traceback" not in said, said[:3000]
     kept.acknowledged = [one for one in kept.acknowledged if one.session_id != kept.closed.id]
     verified(stand, kept.acknowledged, tally)

@@ -125,7 +125,7 @@ def test_a_server_ends_when_its_file_is_taken_away(own: Stand, tally: Tally, wha
     said = [line for line in own.server.log_path.read_text().splitlines() if "critical" in line.lower()]
     assert len(said) == 1
     assert str(own.server.database_path) in said[0]
-    assert "under this server: nothing more is written, and it ends" in said[0]
+    assert "while this server was running: it writes nothing more, and exits" in said[0]
     if what is renamed:
         kept = own.server.database_path.with_name("kept.db")
         for suffix in ("-wal", "-shm"):

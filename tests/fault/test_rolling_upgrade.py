@@ -232,7 +232,7 @@ def test_another_revision_comes_when_the_last_process_of_this_one_has_ended(
         places.next(0, new).start()
         os.kill(second.pid, signal.SIGCONT)
         until(lambda: second.poll() is not None, START_S)
-        assert "under this server: nothing more is written, and it ends" in second.log_path.read_text()
+        assert "while this server was running: it writes nothing more, and exits" in second.log_path.read_text()
         newer = places.release_at(0)
         line = refused(places.server(old).start)
         assert (

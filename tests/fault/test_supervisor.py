@@ -56,7 +56,7 @@ def test_a_killed_server_is_followed_by_another(server: KeptServer) -> None:
             assert early.recv(15) == b"HTTP/1.1 200 OK"
     finally:
         os.kill(server.pid, signal.SIGCONT)
-    assert f"turnlog: server process {first} was killed by SIGKILL; another is started" in server.log_path.read_text()
+    assert f"turnlog: server process {first} was killed by SIGKILL; starting another" in server.log_path.read_text()
 
     [serving] = children(server)
     os.kill(serving, signal.SIGKILL)
@@ -64,7 +64,7 @@ def test_a_killed_server_is_followed_by_another(server: KeptServer) -> None:
         until(lambda: len(children(server) - {serving}) == 1, PATIENCE_S)
         [starting] = children(server)
         os.kill(starting, signal.SIGKILL)
-        line = f"{starting} was killed by SIGKILL before it served; next try in {next_try} s"
+        line = f"{starting} was killed by SIGKILL before it was ready; retrying in {next_try} s"
         until(lambda line=line: line in server.log_path.read_text(), PATIENCE_S)
     until(server.answers, PATIENCE_S)
 
@@ -94,7 +94,7 @@ def test_a_taken_port_is_said_in_one_line_and_a_stop_waits_for_the_turn_in_fligh
     second.launch()
     assert second.wait() == 1
     said = second.log_path.read_text()
-    assert said == f"turnlog: cannot listen at 127.0.0.1:{server.port}: Address already in use\n"
+    assert said == f"turnlog: cannot listen on 127.0.0.1:{server.port}: Address already in use\n"
     assert httpx.post(f"{server.base_url}/sessions", json={"session_id": "last"}).status_code == 200
     url = f"{server.base_url}/sessions/last/v1/chat/completions"
     body = {"messages": [user("One more")], "sim": {"latency_s": 1.0}}

@@ -21,7 +21,7 @@ from ops.simulator.process import SimulatorProcess
 pytestmark = pytest.mark.long
 
 PLACES = re.compile(
-    r"http://127\.0\.0\.1:\d+ reports another prompt than it was sent: choices\[0\]\.prompt_token_ids is not "
+    r"http://127\.0\.0\.1:\d+ reports another prompt than the one it was sent: choices\[0\]\.prompt_token_ids is not "
     r"the prompt that was sent: they differ from token (\d+) on \((\d+) tokens sent, (\d+) reported\)"
 )
 

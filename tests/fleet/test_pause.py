@@ -247,5 +247,5 @@ def test_a_lease_that_runs_out_opens_the_gate_once_and_says_so(fleet: Fleet) -> 
     assert adapter(first, name)["paused"] is False
     assert of_fleet(first)["paused"] is False
     until(lambda: [engine.stats()["paused"] for engine in fleet.engines] == [False, False])
-    warned = [line for line in fleet.processes.logs().splitlines() if "lease has run out" in line]
+    warned = [line for line in fleet.processes.logs().splitlines() if "lease has expired" in line]
     assert len([line for line in warned if name in line]) == 1, warned

@@ -269,7 +269,7 @@ def test_an_engine_without_sessions_is_asked_once_and_again_after_its_restart(ho
 
     (first, talk), (second, _) = there(), there()
     assert (first.paths(), second.paths()) == ([OPEN], [])
-    assert holding.processes.servers[0].log_path.read_text().count(f"{engine.url} cannot hold sessions") == 1
+    assert holding.processes.servers[0].log_path.read_text().count(f"{engine.url} does not support sessions") == 1
     assert shown(api, engine.url)["sessions"] is False
     assert first.say(talk) == engine.url
     assert first.say(talk, "close") == engine.url

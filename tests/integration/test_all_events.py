@@ -97,7 +97,7 @@ def test_the_command_line_prints_them(stand: Stand, clean_environment: Callable[
         [talk.id, "SessionCreated"],
         [talk.id, "TurnCommitted"],
     ]
-    assert done.stderr.startswith("turnlog: go on with --after ")
+    assert done.stderr.startswith("turnlog: continue with --after ")
     position = done.stderr.split()[-1]
     assert run("tail", "--after", position, "--json").stdout.splitlines() == []
     assert len(run("tail", "--after", before, "--limit", "2", "--json").stdout.splitlines()) == 2

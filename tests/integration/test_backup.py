@@ -51,7 +51,7 @@ def test_a_copy_made_under_load_is_whole_and_takes_the_stores_place(own: Stand, 
     assert (report.problems, report.missing) == ([], [])
     cursor = own.http.get("/export").headers["x-turnlog-next-cursor"]
 
-    assert "a server runs on" in failure(own, "restore", str(copy))
+    assert "a server or another restore uses" in failure(own, "restore", str(copy))
     own.server.kill()
     done = command(own, "restore", str(copy))
     assert done.returncode == 0, done.stderr
@@ -91,9 +91,9 @@ def test_what_cannot_be_copied_or_restored_is_said_in_a_line(own: Stand, tmp_pat
     own.talk(session_id="kept").say("Hello")
     there = tmp_path / "there.db"
     there.write_bytes(b"something else")
-    assert "is there already" in failure(own, "backup", str(there))
+    assert "already exists" in failure(own, "backup", str(there))
     assert there.read_bytes() == b"something else"
-    assert "there is no database" in failure(
+    assert "none.db does not exist" in failure(
         own, "backup", "--database-url", url_of(tmp_path / "none.db"), str(tmp_path / "copy.db")
     )
     assert not (tmp_path / "none.db").exists()
@@ -101,7 +101,7 @@ def test_what_cannot_be_copied_or_restored_is_said_in_a_line(own: Stand, tmp_pat
     assert "SQLITE_NOTADB" in failure(own, "restore", str(there))
     with closing(sqlite3.connect(tmp_path / "foreign.db")) as connection, connection:
         connection.execute("CREATE TABLE something (a)")
-    assert "not a Turnlog store" in failure(own, "restore", str(tmp_path / "foreign.db"))
+    assert "not a readable Turnlog store" in failure(own, "restore", str(tmp_path / "foreign.db"))
     assert "name the copy" in failure(own, "restore")
     own.server.start()
     assert len(own.known("kept").committed()) == 1

@@ -61,10 +61,13 @@ def test_an_engine_that_is_not_what_a_turn_needs(
     assert whats(findings, "engine", "problem") == []
     assert whats(findings, "engine", "ok")[2:] == [
         "it returns routed_experts, indexer_topk",
-        "its prompt's ids are those of TURNLOG_TOKENIZER",
+        "its prompt ids match those of TURNLOG_TOKENIZER",
     ]
     assert "the junction is derived" in whats(findings, "tokenizer", "ok")[0]
-    for fault, words in (("status_500", "a chat is answered 500"), ("not_json", "its reply cannot be a turn: ")):
+    for fault, words in (
+        ("status_500", "it answers a chat with 500"),
+        ("not_json", "its reply cannot be recorded as a turn: "),
+    ):
         assert stand.sim.post("/sim/faults", json={"fault": fault}).status_code == 200
         [what] = whats(answer("doctor", code=1)["findings"], "engine", "problem")
         assert what.startswith(words)
@@ -74,7 +77,7 @@ def test_another_turnlog_is_no_engine(stand: Stand, clean_environment: Environme
     other = stand.server.base_url
     clean_environment(DATABASE_URL=sqlite_url, UPSTREAMS=f"{other},{other}/sessions/some")
     whole = whats(answer("doctor", code=1)["findings"], "engine", "problem")
-    assert whole == ["another Turnlog is there, no engine"] * 2
+    assert whole == ["this is another Turnlog server, not an engine"] * 2
 
 
 def test_objects_without_their_setting(clean_environment: Environment, sqlite_url: str) -> None:

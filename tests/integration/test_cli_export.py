@@ -100,7 +100,7 @@ def test_an_interrupted_export_goes_on_and_is_whole(
         command = ("export", file, "--group", cli.group, "--format", format, "--shape", shape, *more)
         for _ in range(3):
             line = complaint(*command, "--url", relay.base_url)
-            assert line.endswith("what has come is kept, the same command goes on from there")
+            assert line.endswith("what has arrived is kept, the same command continues from there")
             assert not file.exists()
         made = answer(*command, "--url", relay.base_url)
         assert relay.made == 4
@@ -144,7 +144,7 @@ def test_a_reward_between_two_runs_begins_the_file_anew(cli: Filled, tmp_path: P
 def test_what_is_there_is_not_overwritten_by_accident(cli: Filled, tmp_path: Path) -> None:
     file = tmp_path / "rows"
     file.write_text("precious")
-    assert "is there already" in complaint("export", file)
+    assert "already exists" in complaint("export", file)
     assert file.read_text() == "precious"
     run("export", file, "--group", cli.group, "--overwrite")
     assert file.read_bytes().count(b"\n") == 6
@@ -155,7 +155,7 @@ def test_another_wish_does_not_go_on_with_what_has_come(cli: Filled, tmp_path: P
     with CuttingRelay(cli.stand.server.port, HEAD + 5000) as relay:
         complaint("export", file, "--group", cli.group, "--url", relay.base_url)
         other = ("export", file, "--group", cli.group, "--min-reward", "0.5", "--url", relay.base_url)
-        assert "--restart begins anew" in complaint(*other)
+        assert "--restart starts over" in complaint(*other)
         assert answer(*other, "--restart")["rows"] == 4
 
 

@@ -226,7 +226,7 @@ def test_two_rollouts_are_aligned(cli: Stand) -> None:
     assert turns == [[0, 0], [1, 1], [2, None], [3, 2], [4, 3]]
     assert [row["same"] for row in found["rows"]] == [True, True, False, True, False]
     assert run("diff", ids[0], f"{ids[0]}@0").stdout.splitlines()[2] == "No difference."
-    assert complaint("diff", ids[0], f"{ids[0]}@x", code=2) == f"turnlog: {ids[0]}@x: a branch is a number"
+    assert complaint("diff", ids[0], f"{ids[0]}@x", code=2) == f"turnlog: {ids[0]}@x: the branch must be a number"
 
 
 def test_an_engine_that_does_not_take_an_order_is_told_and_fails_the_command(cli: Stand) -> None:

@@ -71,7 +71,7 @@ def test_a_conversation_is_read_as_it_happened(cli: Stand) -> None:
         "line 30",
         "Not this.",
         "rolled back to turn 1: discarded 3",
-        "goes on after turn 1",
+        "continues after turn 1",
         "It is red.",
         "[length]",
         "reward -0.5",
@@ -105,11 +105,11 @@ def test_agents_stand_under_the_call_that_began_them(cli: Stand) -> None:
     talk.column(6, "advantage", [0.5] * talk.committed()[-2]["output_tokens"])
     assert cli.http.delete(f"{talk.path}/annotations/note").status_code == 204
     lines = run("read", talk.id).stdout.splitlines()
-    assert [line for line in lines if "begins" in line or "goes on" in line] == [
+    assert [line for line in lines if "begins" in line or "continues" in line] == [
         f"{' ' * 24}explorer-0 begins, called by turn 1 (task), branch 1 (agent)",
         f"{' ' * 24}explorer-1 begins, called by turn 1 (look), branch 2 (agent)",
-        f"{' ' * 20}goes on after turn 1, branch 3 (drift)",
-        f"{' ' * 20}goes on from a compaction, with what turn 6 said, branch 4 (compaction)",
+        f"{' ' * 20}continues after turn 1, branch 3 (drift)",
+        f"{' ' * 20}continues from a compaction, with the reply of turn 6, branch 4 (compaction)",
     ]
     assert [line.find("turn") for line in lines if line.strip().startswith("turn") and "·" in line] == [
         0,
@@ -161,7 +161,7 @@ def test_a_session_is_created_rewarded_and_closed(cli: Stand, monkeypatch: pytes
     assert "'odd' is not one of" in run("create", "--retain", "odd", code=2).stderr
     run("reward", name, "-1.5", "--component", "tests=-2", "--component", "style=0.5")
     assert "expected NAME=NUMBER" in complaint("reward", name, "1", "--component", "tests", code=2)
-    assert run("annotate", name, "note", "seen").stderr.startswith("turnlog: note is written, in event ")
+    assert run("annotate", name, "note", "seen").stderr.startswith("turnlog: note written in event ")
     assert run("close", name).stderr == f"turnlog: session {name} is closed\n"
     assert run("close", name).stderr == f"turnlog: session {name} is closed already\n"
     state = answer("show", name)

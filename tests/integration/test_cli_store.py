@@ -66,7 +66,7 @@ def test_migrate_makes_the_store_where_no_checkout_is(store: Path) -> None:
 def test_what_is_not_there_is_said(store: Path) -> None:
     for command in (("verify",), ("backup", store.parent / "copy"), ("replay", "s")):
         assert str(store) in complaint(*command, code=2)
-    assert "there is no copy" in complaint("restore", store.parent / "copy", code=2)
+    assert "does not exist" in complaint("restore", store.parent / "copy", code=2)
     assert not store.exists()
 
 
@@ -76,7 +76,7 @@ def test_a_store_is_verified_copied_and_put_back(talked: Path) -> None:
     copy = talked.parent / "copy.db"
     made = answer("backup", copy)
     assert (made["copy"], made["bytes"], made["sessions"]) == (str(copy), copy.stat().st_size, 1)
-    assert "is there already" in complaint("backup", copy, code=2)
+    assert "already exists" in complaint("backup", copy, code=2)
     put = answer("restore", copy)
     assert put["store"] == str(talked)
     assert Path(put["kept"]).is_file()

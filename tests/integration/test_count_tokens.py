@@ -102,4 +102,4 @@ def test_errors_below_a_protocols_route_have_its_shape(guarded: Guarded) -> None
         reply = refused.json()
         assert (reply["type"], reply["request_id"]) == ("error", refused.headers["x-request-id"])
         assert refused.headers["request-id"] == refused.headers["x-request-id"]
-        assert ("does not end in it" in refused.text) == ("/v1/v1" in path)
+        assert ("must not end in" in refused.text) == ("/v1/v1" in path)

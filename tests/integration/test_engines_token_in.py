@@ -45,7 +45,7 @@ def test_at_an_engine_that_takes_no_ids_turns_are_captured(deaf: Stand) -> None:
         assert [event.get("sent_ids", False) for event in talk.committed()] == [False, False]
     assert len(probes(deaf)) == 1
     assert set(token_ids(deaf).values()) == {"none"}
-    assert deaf.server.log_path.read_text().count("takes no token ids") == 1
+    assert deaf.server.log_path.read_text().count("does not accept token ids") == 1
 
 
 def test_a_clients_own_ids_are_refused_there(deaf: Stand) -> None:

@@ -57,13 +57,16 @@ class Exposed:
 
 
 @contextlib.contextmanager
-def exposing(guarded: Guarded, folder: Path, *options: str, command: str | None = None) -> Iterator[Exposed]:
+def exposing(
+    guarded: Guarded, folder: Path, *options: str, command: str | None = None, **more: Any
+) -> Iterator[Exposed]:
     port = guarded.stand.server.port
     forward = shlex.split(command) if command else [sys.executable, forwarder.__file__, str(port), str(folder)]
     made = started(
         *("expose", "--json", *options, "--", *forward),
         folder=folder,
         environment={"TURNLOG_URL": guarded.stand.server.base_url, "TURNLOG_TOKEN": ADMIN},
+        **more,
     )
     with made, contextlib.closing(made.stdout), contextlib.closing(made.stderr):  # type: ignore[type-var]
         exposed = Exposed(made)
@@ -157,9 +160,21 @@ def test_another_address_of_a_forwarder_that_lives_is_followed(guarded: Guarded,
     assert exposed.told == ["https://first.example.org", "https://second.example.org"]
 
 
+def test_a_hangup_that_nohup_has_ignored_ends_nothing(guarded: Guarded, tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        command = "sh -c 'echo https://first.example.org; sleep 1; echo https://second.example.org; exec sleep 60'"
+        with exposing(guarded, tmp_path, command=command, start_new_session=True) as exposed:
+            until(lambda: exposed.told)
+            exposed.process.send_signal(signal.SIGHUP)
+            until(lambda: len(exposed.told) == 2)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_what_cannot_be_exposed_is_said_in_a_line(guarded: Guarded, stand: Stand, tmp_path: Path) -> None:
     at = "--url", guarded.stand.server.base_url, "--token", ADMIN
-    assert "asks for no tokens" in complaint("expose", "--url", stand.base_url, "--", "true")
+    assert "requires no token" in complaint("expose", "--url", stand.base_url, "--", "true")
     assert "exit code 3 before it printed an address" in complaint("expose", *at, "--", "sh", "-c", "exit 3")
     assert "could not be started" in complaint("expose", *at, "--", str(tmp_path / "none"))
     assert "--pattern" in complaint("expose", *at, "--pattern", "(", "--", "true", code=2)

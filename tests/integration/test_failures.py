@@ -212,7 +212,7 @@ def test_an_evaluations_weights_make_nothing_stale(used: Stand) -> None:
 def test_the_command_line_closes_a_failed_session(used: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TURNLOG_URL", used.server.base_url)
     talk, other = used.talk(), used.talk()
-    assert complaint("close", talk.id, "--message", "why", code=2).endswith("--message is for --failed")
+    assert complaint("close", talk.id, "--message", "why", code=2).endswith("--message requires --failed")
     assert "'bored' is not one of" in run("close", talk.id, "--failed", "bored", code=2).stderr
     run("close", talk.id, "--failed", "sandbox", "--message", "the disk is full")
     assert answer("show", talk.id)["failed"] == SANDBOX

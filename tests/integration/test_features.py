@@ -144,7 +144,7 @@ def test_a_feature_that_fails_after_a_commit_costs_no_reply(
         assert "turnlog_feature_faults_total 4.0\n" in api.http.get("/metrics").text
         api.http.close()
     assert [record.getMessage() for record in caplog.records if record.exc_info] == [
-        f"an unexpected fault in {__name__}.{fails.__qualname__}, after a commit"
+        f"unexpected error in {__name__}.{fails.__qualname__}, after a commit"
     ] * 4
 
 

@@ -20,7 +20,7 @@ def test_one_model_by_its_id(stand: Stand, places: Places) -> None:
                 url = f"{where.server.base_url}{base}"
                 with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
                     assert client.models.retrieve(name).to_dict() == listed
-                    with pytest.raises(openai.NotFoundError, match="no model of this id"):
+                    with pytest.raises(openai.NotFoundError, match="no model has this id"):
                         client.models.retrieve("other")
                 with anthropic.Anthropic(base_url=url, api_key="x", max_retries=0) as claude:
                     model = claude.models.retrieve(name)

@@ -170,7 +170,7 @@ def test_a_collector_that_is_down_costs_spans_and_no_turn(sglang: SimulatorProce
             assert (after.trace, after.links) == (before.trace, {"parent_turn": before.id})
         assert len(talk.committed()) == 10
         lines = [line for line in stand.server.log_path.read_text().splitlines() if '"turnlog.otel"' in line]
-        assert len([line for line in lines if "does not take spans" in line]) == 1
+        assert len([line for line in lines if "does not accept spans" in line]) == 1
 
 
 def counted(stand: Stand, outcome: str) -> float:

@@ -153,7 +153,7 @@ def test_a_store_that_cannot_be_looked_at(
     tmp_path: Path, empty_url: str, clean_environment: Environment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clean_environment(DATABASE_URL=f"sqlite+aiosqlite:///{tmp_path / 'mistyped' / 'turnlog.db'}")
-    assert "no database" in one_line(["--heads"], 2, capsys)
+    assert "does not exist" in one_line(["--heads"], 2, capsys)
     assert not (tmp_path / "mistyped").exists()
     clean_environment(DATABASE_URL="mysql://host/name")
     assert "DATABASE_URL" in one_line(["s"], 2, capsys)

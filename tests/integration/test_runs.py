@@ -360,7 +360,7 @@ def test_a_run_that_cannot_be_erased_holds_up_no_other(sglang: SimulatorProcess,
         stand.server.start()
         until(lambda: stand.http.get("/runs/b").status_code == 404)
         assert stand.get("/runs/a")["status"] == "erasing"
-        until(lambda: "run a cannot be ended yet" in stand.server.log_path.read_text())
+        until(lambda: "run a cannot be closed or erased yet" in stand.server.log_path.read_text())
         assert error_of(stand.http.delete("/runs/a", params={"erase": "true"})) == (500, "session_unreadable")
 
 

@@ -158,7 +158,7 @@ def test_what_is_secret_is_nowhere(guarded: Guarded) -> None:
     assert session.id not in metrics
     guarded.stand.server.stop()
     log = guarded.stand.server.log_path.read_text()
-    assert "could not sign in" in log
+    assert "sign-in refused" in log
     assert session.id in log
     for word in (CANARY, "tls.", *ENVIRONMENT.values()):
         assert word not in log, word

@@ -93,7 +93,7 @@ def test_a_session_whose_oldest_token_is_too_old_is_left_out(weights: Weights) -
     assert reasons(rows) == {
         old.id: "stale: 3 weight versions behind, max_staleness is 2",
         named.id: "staleness unknown: no weight version is a number",
-        mixed.id: "staleness unknown: a weight version is no number",
+        mixed.id: "staleness unknown: a weight version is not a number",
     }
     # A row of a whole group is all or nothing.
     assert weights.stand.rows(group_id=group, shape="atropos", max_staleness=2) == []
@@ -158,7 +158,7 @@ def test_stale_tokens_leave_the_loss_or_are_told_in_every_format(weights: Weight
         assert told["staleness"] == expected
     assert masked.keys() == {talk.id, old.id}
     reason = reasons(weights.stand.rows(**query, stale="mask", explain=True))
-    assert reason.pop(named.id) == "staleness unknown: a weight version is no number"
+    assert reason.pop(named.id) == "staleness unknown: a weight version is not a number"
     assert {name: told.partition(":")[0] for name, told in reason.items()} == dict.fromkeys(masked, "stale")
     for session_id, row in masked.items():
         whole = plain[session_id]

@@ -140,7 +140,7 @@ def test_a_store_that_somebody_serves(sqlite_url: str, tmp_path: Path) -> None:
 
 def test_a_tokenizer_of_the_page_that_is_none(sqlite_url: str, tmp_path: Path) -> None:
     (tmp_path / "odd.json").write_text('{"model": {}}')
-    told = {"absent": "No such file", ".": "tokenizer.json cannot be read", "odd.json": "is no tokenizer"}
+    told = {"absent": "No such file", ".": "tokenizer.json cannot be read", "odd.json": "is not a valid tokenizer"}
     for name, why in told.items():
         variables = {"TURNLOG_DATABASE_URL": sqlite_url, "TURNLOG_PAGE_TOKENIZER": str(tmp_path / name)}
         process = started("serve", "--port", "0", folder=tmp_path, environment=variables)

@@ -180,7 +180,7 @@ def test_where_its_rows_are(stand: Stand) -> None:
     assert b'"samples":[]' in samples
     assert b'"empty_reason":"text_only"' in samples
     tokens = stand.get(f"/ui/api/sessions/{tree.id}/tokens")
-    assert tokens["error"] == 'this session was created with capture "text": its engine is asked for no tokens'
+    assert tokens["error"] == 'this session was created with capture "text": it has no tokens'
     assert stand.get(f"/ui/api/sessions/{tree.id}")["turns"][0]["output_tokens"] > 0
     assert [hit["session_id"] for hit in stand.get("/search", q="Better")["hits"]] == [linear.id]
     verified(stand)

@@ -200,7 +200,7 @@ def test_what_became_of_a_rollout_is_in_its_samples_status(
             if (failed := one["metadata"]["turnlog"]["failed"]) is not None:
                 assert (one["reward"], failed["kind"]) == ({"score": 0.0}, "agent")
     log = player.log.read_text()
-    assert ("no experts of all tokens" in log, "no room for its" in log) == ("export" in options, partial)
+    assert ("lacks routed experts for some tokens" in log, "no room for its" in log) == ("export" in options, partial)
     if has_failed and not partial:
         assert ("no answer" if "command" not in options else "exit code 1") in log
     if "sampling" in options:

@@ -58,7 +58,7 @@ def texts(*bodies: str) -> list[Text]:
 
 
 EXPERTS = "routed_experts"
-NO_INTEGERS = f"{EXPERTS} is a .npy file of something else than integers in C order"
+NO_INTEGERS = f"{EXPERTS} is a .npy file, but not of integers in C order"
 NO_BASE64 = [
     *(ENCODED[:-1], ENCODED + b"A", ENCODED + b"=", b" " + ENCODED, ENCODED + b"\n"),
     *(ENCODED[:7] + one + ENCODED[8:] for one in (b"=", b"-", b"_", b"*", b"\n")),
@@ -68,7 +68,7 @@ CASES = [
     Case(f"{EXPERTS} is not base64", [Text(b'"' + text + b'"') for text in NO_BASE64]),
     Case(
         # Each of the two pieces on its own would be valid.
-        f"{EXPERTS} is not base64: padding stands inside it",
+        f"{EXPERTS} is not base64: it has padding before its end",
         [Text(b'"' + PADDED + base64.b64encode(bytes(6)) + b'"')],
         tokens=2,
     ),
@@ -187,18 +187,18 @@ def bodies() -> Iterator[tuple[str, bytes, str, list[PayloadSpec]]]:
         for value in case.values:
             body = body_of(reply, {f"{at}.{case.spec.kind}": value})
             yield f"{case.spec.kind}={value!r}", body, case.message, [case.spec]
-    asked = f"{EXPERTS} was asked for and is not there"
+    asked = f"{EXPERTS} was requested and is missing"
     required = PayloadSpec(EXPERTS, required=True)
     for shape in ("sglang", "vllm"):
         yield "missing", body_of(shape), asked, [required]
     yield "null", body_of("sglang", {f"{META}.{EXPERTS}": None}), asked, [required]
     yield "elsewhere", body_of("sglang", {"metadata": {EXPERTS: "AAAA"}}), asked, [required]
-    topk = "indexer_topk was asked for and is not there"
+    topk = "indexer_topk was requested and is missing"
     yield "missing", body_of("sglang"), topk, [PayloadSpec("indexer_topk", required=True)]
     one = [[1, 2]] * 4
     for other in ("AAAA", [[9, 9]] * 4, 7, {"a": 1}):
         body = body_of("sglang", {f"{META}.{EXPERTS}": one, "sglext": {EXPERTS: other}})
-        yield f"twice, {other}", body, f"{EXPERTS} is there twice, with different values", [PayloadSpec(EXPERTS)]
+        yield f"twice, {other}", body, f"{EXPERTS} occurs twice, with different values", [PayloadSpec(EXPERTS)]
     sound = body_of("sglang", {f"{META}.{EXPERTS}": one})
     key = f'"{EXPERTS}": '.encode()
     for first in ("null", json.dumps(one), "[]", '"@turnlog:0@"'):

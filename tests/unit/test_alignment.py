@@ -83,7 +83,7 @@ A = ("bash ls", "bash pytest -q", "edit a.py", "Done.")
             "1-1 2-2 3-3 4-4",
             "Step 2: b gets “ok …” where a gets “ok”",
         ),
-        (("Yes.\n1.",), ("Yes.\n2.",), "1-1", "Step 1: b answers “Yes. …”, as a, but goes on otherwise"),
+        (("Yes.\n1.",), ("Yes.\n2.",), "1-1", "Step 1: b answers “Yes. …”, like a, but continues differently"),
         ((), ("bash ls",), "-1", "At first: b calls `bash: ls` where a has ended"),
         ((), (), "", None),
     ],

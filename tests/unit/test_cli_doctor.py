@@ -87,8 +87,8 @@ def test_what_is_sound_and_what_will_be_made(clean_environment: Environment, tmp
     file = tmp_path / "turnlog.db"
     clean_environment(DATABASE_URL=f"sqlite+aiosqlite:///{file}", REPLAY="routed_experts")
     findings = examined(code=1)
-    assert of(findings, "engines", "problem") == ["there is none"]
-    assert of(findings, "database", "ok") == [f"{file} is not there yet: turnlog serve makes it"]
+    assert of(findings, "engines", "problem") == ["no engine is known"]
+    assert of(findings, "database", "ok") == [f"{file} does not exist yet: turnlog serve creates it"]
     assert len(of(findings, "disk", "ok")) + len(of(findings, "disk", "warning")) == 2  # a busy disk syncs slowly
     assert any("TURNLOG_REPLAY" in what for what in of(findings, "settings", "warning"))
     assert not file.exists()
@@ -113,6 +113,10 @@ def test_a_store_of_another_revision(clean_environment: Environment, sqlite_url:
     [other] = [one for one in examined(code=1) if (one["area"], one["level"]) == ("database", "problem")]
     assert other["what"].startswith("at revision 9999, ")
     assert f"install {release()} or newer" in other["todo"]
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("DROP TABLE store_meta")  # as in another program's file
+        connection.commit()
+    assert [what.startswith("at revision 9999, ") for what in of(examined(code=1), "database", "problem")] == [True]
 
 
 @pytest.mark.parametrize("place", ["file/turnlog.db", "folder"])

@@ -87,7 +87,7 @@ def test_the_servers_error_is_told_with_its_code(run: Callable[..., Result], say
     sayer.answers = [(502, {"x-should-retry": "false"}, b"<html>of a proxy</html>")]
     assert (
         failed(run("engines", "list", "--url", sayer.base_url))
-        == "turnlog: 502 without an error of Turnlog's: is this its address?"
+        == "turnlog: 502 without Turnlog's error format: is this the address of a Turnlog server?"
     )
     sayer.answers = [(200, {}, b"no json")]
     assert "is not JSON" in failed(run("engines", "list", "--url", sayer.base_url))

@@ -147,7 +147,7 @@ def test_right_parameters_pass() -> None:
         "metadata.none": ["null"],
         "metadata.any": ["b", "3"],
     }
-    with pytest.raises(ValueError, match="metadata: a has no value"):
+    with pytest.raises(ValueError, match="metadata: a has an empty list of values"):
         wanted(parameters.SessionFilters, {"metadata": {"a": []}})
 
 

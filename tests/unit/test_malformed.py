@@ -88,7 +88,7 @@ def entries(message: str, value: Any, counts: Sequence[int] = (0, 1, 3)) -> Mess
 
 
 def another_than(place: str) -> Messages:
-    return {**NO_IDS, f"@ is another prompt than {place}": [*NO_COPY, [1, 2], [1, 2, 4]]}
+    return {**NO_IDS, f"@ differs from {place}": [*NO_COPY, [1, 2], [1, 2, 4]]}
 
 
 COVERED = "must cover the 2 output tokens in order"

@@ -110,7 +110,7 @@ def test_an_invalid_session_is_none() -> None:
         ("/nowhere", "GET", NotFound, "there is no route GET /nowhere"),
         ("/names", "PATCH", MethodNotAllowed, "PATCH is not supported on /names; supported: GET"),
         ("/names/a", "POST", MethodNotAllowed, "POST is not supported on /names/a; supported: GET, HEAD"),
-        ("/v1/v1/messages", "POST", NotFound, "/v1 is there twice"),
+        ("/v1/v1/messages", "POST", NotFound, "the path has /v1 twice"),
     ],
 )
 def test_an_unknown_route_says_what_there_is(path: str, method: str, error: type[AppError], message: str) -> None:

@@ -146,7 +146,7 @@ def test_what_a_template_cannot_render_is_refused_by_name(tmp_path: Path, source
 
 
 def test_tools_that_a_template_leaves_out_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match="renders none"):
+    with pytest.raises(Unsupported, match="does not render tools"):
         load(tmp_path, BARE).first([{"role": "user", "content": "a"}], TOOLS, {})
 
 
@@ -158,7 +158,7 @@ HOISTS = (
 
 def test_a_message_that_moves_into_the_history_is_no_extension(tmp_path: Path) -> None:
     prompts = load(tmp_path, HOISTS)
-    with pytest.raises(NotAnExtension, match="renders the messages before these otherwise") as error:
+    with pytest.raises(NotAnExtension, match="renders the earlier messages differently") as error:
         after(prompts, [5], [{"role": "system", "content": "secret"}, {"role": "user", "content": "c"}])
     assert "secret" not in str(error.value)
 

@@ -27,5 +27,8 @@ def test_auto_is_whatever_the_template_reads() -> None:
 
 @needs_templates
 def test_another_familys_template_stops_the_start(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with pytest.raises(StartupError, match=r"not that of TURNLOG_TITO_FAMILY='glm-4\.7': it reads no clear_thinking"):
+    with pytest.raises(
+        StartupError,
+        match=r"TURNLOG_TITO_FAMILY='glm-4\.7' does not fit the chat template, which does not read clear_thinking",
+    ):
         Prompts.load(str(tokenizer_folder(tmp_path_factory, "qwen3")), "glm-4.7")

@@ -52,7 +52,7 @@ def test_a_tokenizer_that_transformers_rebuilds_is_the_one_that_the_engine_has(t
     assert ids(folder, "sglang") == of_file
     rebuilt = importlib.import_module("transformers").AutoTokenizer.from_pretrained(folder)
     assert ids(folder, "vllm") == rebuilt.encode(TEXT, add_special_tokens=False) != of_file
-    with pytest.raises(StartupError, match=r"set TURNLOG_UPSTREAM_DIALECT to the one that the engines are$"):
+    with pytest.raises(StartupError, match=r"set TURNLOG_UPSTREAM_DIALECT to that of the engines$"):
         ids(folder, None)
 
 
@@ -68,6 +68,6 @@ def test_models_that_engines_render_with_their_own_code(config: dict[str, Any], 
 
 def test_such_a_model_is_refused_by_name_at_start(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3"})
-    with pytest.raises(StartupError, match="engines render Kimi K3 with code of their own") as error:
+    with pytest.raises(StartupError, match="engines render Kimi K3 with their own code") as error:
         loading.tokenizer(str(folder), "sglang")
     assert "\n" not in str(error.value)

@@ -164,7 +164,7 @@ def test_images_and_lone_surrogates_are_refused(prompts: Prompts) -> None:
     with pytest.raises(InvalidRequest, match="lone surrogate"):
         prompts.first([{"role": "user", "content": LONE}], None, {})
     tools = [{"type": "function", "function": {"name": LONE}}]
-    with pytest.raises(InvalidRequest, match=r"lone surrogate|renders none"):
+    with pytest.raises(InvalidRequest, match=r"lone surrogate|does not render tools"):
         prompts.first(QUESTION, tools, {})
 
 

@@ -36,7 +36,7 @@ def test_names_from_outside_are_read_off_the_source(tokenizer: Any) -> None:
 
 
 def test_what_is_not_jinja_names_its_line() -> None:
-    with pytest.raises(StartupError, match="not Jinja, at its line 2"):
+    with pytest.raises(StartupError, match="not valid Jinja at line 2"):
         Template(SimpleNamespace(chat_template="\n{% if %}")).reads()
 
 

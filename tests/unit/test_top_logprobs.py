@@ -110,7 +110,7 @@ OF_SGLANG: list[Broken] = [
     ("Expected `array`, got `object`", {OUT: {}}),
     ("has 1 entries for 2 tokens", {OUT: ROWS[:1]}),
     ("has a token twice", {OUT: first([-1, 2, None], [-1, 2, None])}),
-    ("3 tokens at one place, 2 were asked for", {OUT: first([-1, 1], [-1, 2], [-1, 3])}),
+    ("3 tokens at one place, 2 were requested", {OUT: first([-1, 1], [-1, 2], [-1, 3])}),
     ("Expected `int` >= 0", {OUT: first([-1, -2, None])}),
     ("Expected `int` <= 2147483647", {OUT: first([-1, 2**31, None])}),
     ("Expected `int`, got `bool`", {OUT: first([-1, True, None])}),
@@ -121,13 +121,13 @@ OF_SGLANG: list[Broken] = [
     ("Expected `array` of at least length 2", {OUT: first([-1])}),
     ("has 4 entries for 3 prompt tokens", {GIVEN: [[-1, 1, None]] * 4}),
     ("other ids", {GIVEN: [[-1, 2, None], [-1, 4, None]]}),
-    ("a null behind", {GIVEN: [[-1, 2, None], [None, 3, None]]}),
+    ("a null after", {GIVEN: [[-1, 2, None], [None, 3, None]]}),
     ("Expected `float` > -9999.0", {GIVEN: [[-9999, 3, None]]}),
     ("has 2 entries for 1 tokens", {GIVEN: [[-1, 3, None]], GIVEN_TOP: [None, None]}),
 ]
 OF_VLLM: list[Broken] = [
     *(("names a token", {CHAT_TOP: [{"token": name, "logprob": -1}]}) for name in NAMES),
-    ("are not there", {CHAT_TOP: []}),
+    ("are missing", {CHAT_TOP: []}),
     ("3 tokens at one place", {CHAT_TOP: named((1, -1), (2, -1), (3, -1))}),
     ("Expected `float` <= 0.0001", {CHAT_TOP: named((1, 0.5))}),
 ]
@@ -138,12 +138,12 @@ OF_COMPLETIONS: list[Broken] = [
     ("duplicate keys", {BY_NAME: Text('[null, {"token_id:3": -1, "token_id:3": -2}]')}),
 ]
 PROMPT: list[tuple[str, Any]] = [
-    ("is not there", None),
+    ("is missing", None),
     ("has 1 entries for 3 tokens", [None]),
     ("no logprob of the prompt's token", [None, None, by_id((3, -1))]),
     ("no logprob of the prompt's token", [None, by_id((2, -1)), by_id((4, -1))]),
     ("no logprob of the prompt's token", [None, by_id((2, -1)), by_id((3, -9999))]),
-    ("no id from 0", [None, by_id((2, -1)), {**by_id((3, -1)), "x": {"logprob": -1}}]),
+    ("not an id from 0", [None, by_id((2, -1)), {**by_id((3, -1)), "x": {"logprob": -1}}]),
     ("4 tokens at one place", [None, by_id((2, -1)), by_id((3, -1), (4, -1), (5, -1), (6, -1))]),
     ("duplicate keys", Text('[null, {"2": {"logprob": -1}}, {"3": {"logprob": -1}, "3": {"logprob": -2}}]')),
 ]

@@ -105,7 +105,7 @@ def known(book: Book) -> Known:
         ([[("9", 0, 2)]], 7, None),
         ([[("base", 0, 2)]], 7, "staleness unknown: no weight version is a number"),
         ([[("7", 0, 2)]], None, "staleness unknown: no weight version is a number"),
-        ([[("base", 0, 2)], [("6", 0, 1)]], 7, "staleness unknown: a weight version is no number"),
+        ([[("base", 0, 2)], [("6", 0, 1)]], 7, "staleness unknown: a weight version is not a number"),
         ([[("base", 0, 0), ("6", 0, 1)]], 7, None),
         ([[]], None, None),
         ([[("4", 0, 0), ("6", 0, 1)]], 7, None),

@@ -20,7 +20,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 @takes(Selection)
 def archive(
     ctx: typer.Context,
-    older_than: Annotated[str, typer.Option(help="Rollouts that were closed so long ago: 90s, 30m, 12h, 7d.")],
+    older_than: Annotated[str, typer.Option(help="Rollouts closed at least this long ago: 90s, 30m, 12h, 7d.")],
     to: Annotated[
         str,
         typer.Option(
@@ -59,6 +59,6 @@ def bring_back(
     url = file if "://" in file else Path(file).absolute().as_uri()
     told = remote(ctx).read("POST", "/archives/import", body={"file": url}, slow=True)
     if not printed_as_json(ctx, told):
-        typer.echo(f"imported {amount(told['imported'], 'session')}, {told['there']} were there already")
+        typer.echo(f"imported {amount(told['imported'], 'session')}, {told['there']} were already there")
         for one in told["refused"]:
-            say(f"{one['session_id']} is not imported: {one['reason']}")
+            say(f"{one['session_id']} was not imported: {one['reason']}")

@@ -15,7 +15,7 @@ from turnlog.client.address import default_run, segment
 from turnlog.client.lines import present
 from turnlog.parameters import CheckpointFilters
 
-checkpoint_app = typer.Typer(help="Checkpoints: list, make, restore, delete.", no_args_is_help=True)
+checkpoint_app = typer.Typer(help="List, make, restore and delete checkpoints.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="The checkpoint's name.")]
 Run = Annotated[
@@ -72,14 +72,14 @@ def make(
 @checkpoint_app.command()
 @server_options
 def restore(ctx: typer.Context, name: Name, run: Run = None) -> None:
-    """Take a run back to a checkpoint. Nothing is deleted: what it was is a checkpoint, too."""
+    """Restore a run to a checkpoint. Nothing is deleted: its state before becomes a checkpoint, too."""
     of_run = present({"run": run or default_run()})
     done = remote(ctx).read("POST", f"/checkpoints/{segment(name)}/restore", parameters=of_run, slow=True)
     if not printed_as_json(ctx, done):
         from turnlog.cli.output import line
 
         what = "the store" if done["run"] == "*" else f"run {done['run']}"
-        line(f"{what} is what it was at checkpoint {name}; {done['before']} is what it was before", "bold")
+        line(f"{what} is restored to checkpoint {name}; checkpoint {done['before']} has what it was before", "bold")
         line(f"{amount(done['sessions'], 'session')} changed, {done['undone']} of them undone")
         for kind in ("erased", "unreadable"):
             if done[kind]:

@@ -61,7 +61,7 @@ def app_of(only: str | None = None) -> typer.Typer:
     app = typer.Typer(
         name="turnlog",
         cls=Commands,
-        help="Turnlog's command line: run a server, look into it, keep its store.",
+        help="Turnlog's command line: run a server, inspect it, maintain its store.",
         epilog="Inspection and control commands call the server at --url (TURNLOG_URL). "
         "Maintenance commands open the database (--database-url).",
         no_args_is_help=True,
@@ -100,6 +100,6 @@ def _version(wanted: bool) -> None:
 
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None: ...

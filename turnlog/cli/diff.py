@@ -36,7 +36,7 @@ def diff(
     ctx: typer.Context,
     one: Annotated[str, typer.Argument(help=HELP, autocompletion=complete.sessions)],
     other: Annotated[str, typer.Argument(help=HELP, autocompletion=complete.sessions)],
-    every: Annotated[bool, typer.Option("--all", help="Also the steps that are the same.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Also show the steps that are the same.")] = False,
 ) -> None:
     """Show where two rollouts differ. The exit code is 1 if they do."""
     server = remote(ctx)
@@ -61,7 +61,7 @@ def _read(server: Transport, key: str) -> _Side:
     """The newest turn's branch, or the named one, page by page."""
     session_id, _, branch = key.partition("@")
     if branch and not branch.isdecimal():
-        raise UsageError(f"{key}: a branch is a number")
+        raise UsageError(f"{key}: the branch must be a number")
     path, place = f"/sessions/{segment(session_id)}/messages", {"branch": branch or None}
     first = page = server.read("GET", path, parameters=place)
     messages = list(page["messages"])

@@ -74,7 +74,7 @@ class Download:
         """Download; returns a summary as a JSON object. Raises Failure, TurnlogError; the next run resumes what was
         received."""
         if self._file.exists() and not self._overwrite:
-            raise Failure(f"{self._file} is there already: --overwrite replaces it once the export is whole")
+            raise Failure(f"{self._file} already exists: --overwrite replaces it once the export is complete")
         try:
             with self._partial.open("a+b") as out:
                 self._claim(out)
@@ -112,7 +112,7 @@ class Download:
         except BlockingIOError:
             raise Failure(f"another run is writing {self._partial}") from None
         if not self._partial.exists() or os.fstat(out.fileno()).st_ino != self._partial.stat().st_ino:
-            raise Failure(f"another run has just made {self._file} whole")
+            raise Failure(f"another run has just completed {self._file}")
 
     def _noted(self) -> dict[str, Any] | None:
         """The state left by an earlier run of the same export. Raises Failure if it was another export."""
@@ -121,9 +121,9 @@ class Download:
         except FileNotFoundError:
             return None
         except ValueError:
-            raise Failure(f"{self._notes} cannot be read: --restart begins anew") from None
+            raise Failure(f"{self._notes} cannot be read: --restart starts over") from None
         if notes.get("url") != self._server.base_url or notes.get("wish") != dict(self._wish):
-            raise Failure(f"{self._partial} is of an export with other parameters: --restart begins anew")
+            raise Failure(f"{self._partial} is from an export with other parameters: --restart starts over")
         return dict(notes)
 
     def _fetch(self, out: IO[bytes], notes: dict[str, Any] | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from turnlog.parameters import ExportParameters
 if TYPE_CHECKING:
     from turnlog.client._sync.transport import Transport
 
-KEPT = "; what has come is kept, the same command goes on from there"
+KEPT = "; what has arrived is kept, the same command continues from there"
 
 QUICK_S = 2
 """How long the server may look for something that was left out where nobody asked what was."""
@@ -39,15 +39,15 @@ SUFFIXES = tuple(f".{name}" for name in BINARY)
 @takes(ExportParameters, "url_s")  # only a program has a use for a URL's duration
 def export(
     ctx: typer.Context,
-    file: Annotated[Path | None, typer.Argument(help="The file to make; none, or -: standard output.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="The file to write; default, or -: standard output.")] = None,
     format: Annotated[
         str | None,
         typer.Option(
-            help="ndjson, parquet, safetensors, msgpack, atif, messages; none: as FILE's name ends, else ndjson."
+            help="ndjson, parquet, safetensors, msgpack, atif, messages; default: by FILE's suffix, else ndjson."
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="FILE may be there already.")] = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Begin anew instead of resuming.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE if it exists.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Start over instead of resuming.")] = False,
     **parameters: Any,
 ) -> None:
     """Export rows. After an interruption, run the same command again; FILE appears when it is complete."""
@@ -87,14 +87,14 @@ def _to_file(
     say(f"{file}: {rows}{size(made['bytes'])}")
     _say_left_out(server, wish, made["cursor"], left_out, is_empty=download.is_empty)
     if made["next_cursor"] is not None:
-        say(f"what changes from now on: --cursor {made['next_cursor']}")
+        say(f"for later changes: --cursor {made['next_cursor']}")
 
 
 def _to_output(server: Transport, wish: dict[str, Any]) -> None:
     """The bytes as they arrive; if the reader closes the pipe, the export ends."""
     is_binary = wish["format"] in BINARY
     if sys.stdout.isatty() and is_binary:
-        raise UsageError(f"{wish['format']} is not for a terminal: name a file, or redirect")
+        raise UsageError(f"{wish['format']} cannot be shown on a terminal: name a file, or redirect")
     with server.stream("/export", wish) as response:
         is_empty, cursor = "x-turnlog-empty" in response.headers, response.headers["x-turnlog-cursor"]
         if is_binary:

@@ -53,24 +53,28 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 def expose(
     ctx: typer.Context,
-    command: Annotated[list[str], typer.Argument(help="The forwarder and its arguments, behind `--`.")],
+    command: Annotated[list[str], typer.Argument(help="The forwarder and its arguments, after `--`.")],
     public_url: Annotated[
         str | None,
-        typer.Option(help="The address, where the forwarder prints none; {} in it is what --pattern finds."),
+        typer.Option(
+            help="The public address, if the forwarder does not print it; {} in it stands for what --pattern finds."
+        ),
     ] = None,
     pattern: Annotated[
         str | None,
-        typer.Option(help="A regular expression that finds the address in what it prints; its first group, if any."),
+        typer.Option(
+            help="A regular expression that finds the address in the forwarder's output; its first group, if any."
+        ),
     ] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Also a server that asks for no tokens.")] = False,
+    insecure: Annotated[bool, typer.Option("--insecure", help="Also expose a server that requires no token.")] = False,
 ) -> None:
     """Make the server reachable from elsewhere: run a forwarder, and give sessions the address that it prints.
 
-    The forwarder is started again when it dies, and a new address is followed. At the end the address is taken back.
+    If the forwarder dies, it is restarted; a new address replaces the old one. At the end the address is withdrawn.
     """
     named = pattern or (None if public_url else PATTERNS.get(Path(command[0]).name))
     if public_url is not None and "{}" in public_url and pattern is None:
-        raise UsageError("--public-url with {} needs a --pattern that finds what stands there")
+        raise UsageError("--public-url with {} needs a --pattern that finds what {} stands for")
     try:
         finds = re.compile(named) if named else None
     except re.error as error:
@@ -80,12 +84,12 @@ def expose(
         if not insecure:
             _require_tokens(server.read("GET", "/public-url"))
     except NotFound as error:
-        raise Failure(
-            f"the server has no public address to set: TURNLOG_FEATURES leaves public_url out ({error})"
-        ) from None
+        raise Failure(f"the server takes no public address: add public_url to its TURNLOG_FEATURES ({error})") from None
     given = None if public_url is None else public_url.rstrip("/")
     exposing = _Exposing(server, command, given, finds, wants_json(ctx), insecure=insecure)
-    before = {number: signal.signal(number, exposing.interrupt) for number in ENDS}
+    hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # not under nohup
+    ends = [number for number in ENDS if hangs_up or number != signal.SIGHUP]
+    before = {number: signal.signal(number, exposing.interrupt) for number in ends}
     try:
         exposing.run()
     finally:
@@ -100,8 +104,8 @@ def _require_tokens(told: Mapping[str, Any]) -> None:
     """Raises Failure."""
     if not told["needs_token"]:
         raise Failure(
-            "the server asks for no tokens: whoever finds the address could read and change everything. "
-            "Set TURNLOG_ADMIN_TOKEN at the server, or say --insecure"
+            "the server requires no token: whoever finds the address could read and change everything. Set "
+            "TURNLOG_ADMIN_TOKEN at the server, or pass --insecure"
         )
 
 
@@ -145,7 +149,7 @@ class _Exposing:
             if self._address is None:
                 raise Failure(f"{how} before it printed an address: --pattern REGEX or --public-url URL may help")
             wait_s = FIRST_WAIT_S if time.monotonic() - began > STEADY_S else wait_s
-            say(f"{how}; it is started again in {wait_s:.0f} s")
+            say(f"{how}; restarting it in {wait_s:.0f} s")
             self._until(time.monotonic() + wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
@@ -165,9 +169,9 @@ class _Exposing:
             try:
                 with contextlib.closing(connected(url, token, TAKE_BACK_S)) as server:
                     server.call("DELETE", "/public-url", parameters={"url": self._address})
-                say(f"{self._address} is taken back")
+                say(f"{self._address} is withdrawn")
             except TurnlogError as error:
-                say(f"{self._address} is given to sessions for {LEASE_S:.0f} s more: {error}")
+                say(f"{self._address} could not be withdrawn, new sessions get it for {LEASE_S:.0f} s more: {error}")
         process = self._process
         if process is None or process.poll() is not None:
             return
@@ -206,7 +210,7 @@ class _Exposing:
             if self._address is not None:
                 hint_at = None
             elif hint_at is not None and time.monotonic() > hint_at:
-                say(f"{self._name} has printed no address: --pattern REGEX finds it, --public-url URL says it")
+                say(f"{self._name} has printed no address: pass --pattern REGEX to find it, or --public-url URL")
                 hint_at = None
 
     def _pass_on(self, stream: BinaryIO, out: BinaryIO) -> None:
@@ -290,7 +294,7 @@ class _Exposing:
             if not self._insecure:
                 _require_tokens(told)  # It may have been started again without them.
         except (Unreachable, Unavailable, NotTurnlog) as error:
-            say(f"the server does not take the address now: {error}")
+            say(f"the server did not accept the address: {error}")
             wait_s = FIRST_WAIT_S
         except TurnlogError:
             self._address = before
@@ -338,4 +342,4 @@ def _check(address: str, asking: Transport) -> None:
             why = "another service is there"
     except TurnlogError as error:
         why = str(error)
-    say(f"{address} does not answer as this server from here ({why}); if it is not the forwarder's, say --pattern")
+    say(f"{address} does not answer as this server from here ({why}); if it is not the forwarder's, pass --pattern")

@@ -22,11 +22,11 @@ class Mode(StrEnum):
     RETRACT = "retract"
 
 
-engines_app = typer.Typer(help="The engines: list, add, drain, remove.", no_args_is_help=True)
+engines_app = typer.Typer(help="List, add, drain and remove engines.", no_args_is_help=True)
 
 Engine = Annotated[str, typer.Argument(help="The engine's base URL, as in TURNLOG_UPSTREAMS.")]
 Adapter = Annotated[str | None, typer.Argument(help="The adapter's name; or --fleet.")]
-Run = Annotated[str | None, typer.Option("--run", help="Only of this run.", autocompletion=complete.runs)]
+Run = Annotated[str | None, typer.Option("--run", help="Only for this run.", autocompletion=complete.runs)]
 Fleet = Annotated[bool, typer.Option("--fleet", help="The gate of all turns, and every engine.")]
 
 
@@ -45,7 +45,7 @@ def add(
     ctx: typer.Context,
     engine: Engine,
     run: Annotated[
-        str | None, typer.Option("--run", help="It serves this run alone.", autocompletion=complete.runs)
+        str | None, typer.Option("--run", help="The engine serves only this run.", autocompletion=complete.runs)
     ] = None,
 ) -> None:
     """Add an engine, or bring back one that was drained or removed."""
@@ -97,7 +97,7 @@ def pause(
     adapter: Adapter = None,
     fleet: Fleet = False,
     run: Run = None,
-    lease_s: Annotated[float | None, typer.Option(min=0, help="The gate opens by itself then (600).")] = None,
+    lease_s: Annotated[float | None, typer.Option(min=0, help="Seconds until the gate opens by itself (600).")] = None,
     mode: Annotated[Mode | None, typer.Option(help="With --fleet: how engines pause (abort).")] = None,
 ) -> None:
     """Hold an adapter's turns, or with --fleet all turns, and abort running generations."""
@@ -112,7 +112,7 @@ def resume(
     adapter: Adapter = None,
     fleet: Fleet = False,
     run: Run = None,
-    version: Annotated[str | None, typer.Option(help="The weight version from now on.")] = None,
+    version: Annotated[str | None, typer.Option(help="The new weight version.")] = None,
 ) -> None:
     """Let an adapter's turns proceed, or with --fleet all turns."""
     _order(ctx, "resume", adapter, fleet, run, {"version": version})

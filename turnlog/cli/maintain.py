@@ -14,14 +14,14 @@ from turnlog.cli.running import DatabaseUrl, Json, UsageError
 
 
 def verify(database_url: DatabaseUrl = None, as_json: Json = False) -> None:
-    """Check everything in the store against the log. A server may run."""
+    """Check everything in the store against the log. A server may be running."""
     from ops.verify import perform
 
     raise typer.Exit(perform(database_url, as_json=as_json))
 
 
 def backup(
-    copy: Annotated[Path, typer.Argument(metavar="FILE", help="The file to make.")],
+    copy: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
     database_url: DatabaseUrl = None,
     as_json: Json = False,
 ) -> None:
@@ -33,12 +33,12 @@ def backup(
 
 def restore(
     copy: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="The file that backup made; none for PostgreSQL.")
+        Path | None, typer.Argument(metavar="FILE", help="The file that backup wrote; none for PostgreSQL.")
     ] = None,
     database_url: DatabaseUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Put a backup in the place of an SQLite store, or finish the restore of a PostgreSQL one. No server may run."""
+    """Replace an SQLite store with a backup, or finish the restore of a PostgreSQL one. No server may be running."""
     from ops.backup import restore
 
     raise typer.Exit(restore(database_url, copy, as_json=as_json))
@@ -49,10 +49,10 @@ def replay(
     seq: Annotated[
         int | None, typer.Option("--at", "--seq", min=1, max=2**63 - 1, help="The state after this event.")
     ] = None,
-    with_events: Annotated[bool, typer.Option("--events", help="The events up to there, too.")] = False,
+    with_events: Annotated[bool, typer.Option("--events", help="Also show the events up to there.")] = False,
     heads: Annotated[bool, typer.Option("--heads", help="Compare every session's head with its log instead.")] = False,
     fix: Annotated[
-        bool, typer.Option("--fix", help="With --heads: write what the log says. No server may run.")
+        bool, typer.Option("--fix", help="With --heads: write what the log says. No server may be running.")
     ] = False,
     database_url: DatabaseUrl = None,
     as_json: Json = False,

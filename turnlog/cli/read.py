@@ -35,15 +35,13 @@ Object = Mapping[str, Any]
 def read(
     ctx: typer.Context,
     session: Annotated[str, typer.Argument(help="The session's id.", autocompletion=complete.sessions)],
-    turn: Annotated[int | None, typer.Option(min=1, help="Only this turn, and what its request brought.")] = None,
-    tools: Annotated[
-        bool, typer.Option("--tools", help="Calls with all their arguments, and nothing shortened.")
-    ] = False,
+    turn: Annotated[int | None, typer.Option(min=1, help="Only this turn, with its request's new messages.")] = None,
+    tools: Annotated[bool, typer.Option("--tools", help="Show all arguments of calls, and shorten nothing.")] = False,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Stay, also over restarts of the server, until Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Follow until Ctrl-C, also across restarts of the server.")
     ] = False,
 ) -> None:
-    """Print a session's conversation: its agents, and failures, rollbacks, rewards and annotations in their place."""
+    """Print a session's conversation, with its agents, failures, rollbacks, rewards and annotations."""
     from turnlog.client.lines import EventsPlace
 
     path, place = f"/sessions/{segment(session)}", EventsPlace(0, follow)
@@ -166,14 +164,14 @@ class _Reading:
     def _print_turn(self, event: Object) -> None:
         turn, parent = event["turn"], event["parent"]
         opened = self._opened.pop(turn, None)
-        *brought, reply = self.messages(turn) or [{"message": None, "error": "it is not there"}]
+        *brought, reply = self.messages(turn) or [{"message": None, "error": "the message is missing"}]
         depth = self._depths.get(event.get("carries") or parent, 0)
         if event.get("branch_cause") not in (None, "start"):
             caller = self._caller(event, [one["message"] for one in brought])
             depth = depth if caller is None else caller.depth + 1
             _print_block([], [(_begins(event, caller), "yellow")], depth=depth)
         elif self._last not in (None, parent):
-            _print_block([], [(f"{_agent(event)}goes on after turn {parent}", "yellow")], depth=depth)
+            _print_block([], [(f"{_agent(event)}continues after turn {parent}", "yellow")], depth=depth)
         for one in brought:
             self._print_brought(one, depth)
         self._last, self._depths[turn] = turn, depth
@@ -242,11 +240,11 @@ def _begins(event: Object, caller: _Made | None) -> str:
     """What a turn says that does not continue its branch."""
     parent, cause = event["parent"], event["branch_cause"]
     if cause == "compaction":
-        where = f"goes on from a compaction, with what turn {event['carries']} said"
+        where = f"continues from a compaction, with the reply of turn {event['carries']}"
     elif caller is not None:
         where = f"begins, called by turn {caller.turn} ({caller.call.name})"
     else:
-        where = f"goes on after turn {parent}" if parent else "begins a new conversation"
+        where = f"continues after turn {parent}" if parent else "begins a new conversation"
     return f"{_agent(event)}{where}, branch {event.get('branch')} ({cause})"
 
 

@@ -15,9 +15,9 @@ from turnlog.client.address import segment
 def run_token(
     ctx: typer.Context,
     run: Annotated[str, typer.Argument(help="The run's name.", autocompletion=complete.runs)],
-    end: Annotated[bool, typer.Option("--end", help="End the run's token, without a new one.")] = False,
+    end: Annotated[bool, typer.Option("--end", help="Revoke the run's token without creating a new one.")] = False,
 ) -> None:
-    """Make the token of a run anew: it opens everything within the run. The one before ends."""
+    """Create a run's token, or replace it. The token is for everything within the run."""
     path = f"/runs/{segment(run)}/token"
     if end:
         remote(ctx).call("DELETE", path)

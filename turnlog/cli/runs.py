@@ -18,10 +18,10 @@ MOST = 1000
 
 def runs(
     ctx: typer.Context,
-    limit: Annotated[int, typer.Option(min=1, max=MOST, help="At most so many runs.")] = 50,
-    cursor: Annotated[str | None, typer.Option(help="Go on where an earlier list ended.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=MOST, help="Maximum number of runs.")] = 50,
+    cursor: Annotated[str | None, typer.Option(help="Continue where an earlier list ended.")] = None,
 ) -> None:
-    """The runs, with their sessions, turns, groups and rewards."""
+    """List runs with their sessions, turns, groups and rewards."""
     found = remote(ctx).read("GET", "/runs", parameters={"limit": limit, "cursor": cursor})
     if printed_as_json(ctx, found):
         return
@@ -53,7 +53,7 @@ def run(
     close: Annotated[bool, typer.Option("--close", help="Close it and its open sessions, for good.")] = False,
     erase: Annotated[bool, typer.Option("--erase", help="Erase all of its sessions, and free its name.")] = False,
 ) -> None:
-    """A run's figures; or close it, or erase it."""
+    """Show a run's figures, or close or erase it."""
     if close and erase:
         raise UsageError("--erase closes the run, too: --close is not needed")
     path = f"/runs/{segment(name)}"
@@ -68,7 +68,7 @@ def run(
     else:
         status = "erased" if remote(ctx).erase(path) else "erasing"
     if not printed_as_json(ctx, {"run": name, "status": status}):
-        left = "being erased: object storage or archives still have some of it, and the server goes on"
+        left = "being erased: object storage or archives still have some of it; the server continues"
         say(f"run {name} is {left if status == 'erasing' else status}")
 
 

@@ -18,24 +18,24 @@ def search(
     q: Annotated[
         str | None, typer.Argument(help="Words; '\"a phrase\"', -without, a OR b.", show_default=False)
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=SEARCH_PAGE, help="At most so many.")] = 20,
-    cursor: Annotated[str | None, typer.Option(help="Go on where an earlier search ended.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=SEARCH_PAGE, help="Maximum number of messages.")] = 20,
+    cursor: Annotated[str | None, typer.Option(help="Continue where an earlier search ended.")] = None,
     **filters: Any,
 ) -> None:
-    """Find messages, tool calls and tool results over all sessions, newest first."""
+    """Search the messages, tool calls and tool results of all sessions, newest first."""
     from turnlog.errors import NotFound
 
     server = remote(ctx)
     try:
         found = server.read("GET", "/search", parameters={"q": q, **given(filters), "limit": limit, "cursor": cursor})
     except NotFound:
-        raise Failure("the server's search is off: start it with TURNLOG_FEATURES=all") from None
+        raise Failure("search is off: start the server with TURNLOG_FEATURES=all") from None
     if printed_as_json(ctx, found):
         return
     _print_hits(found["hits"])
     say_if_none(found["hits"], "message")
     if not found["is_current"]:
-        say("the index does not have the newest turns yet")
+        say("the index does not contain the newest turns yet")
     if found["next_cursor"] is not None:
         say(f"more with --cursor {found['next_cursor']}")
 

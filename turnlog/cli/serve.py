@@ -32,17 +32,17 @@ TAKEN_S = 2.0
 
 
 def serve(
-    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen at.")] = 8000,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on.")] = 8000,
     workers: Annotated[int, typer.Option(min=1, help="Processes; more than one needs PostgreSQL.")] = 1,
-    migrate: Annotated[
-        bool, typer.Option("--migrate/--no-migrate", help="Bring the database up to date first.")
-    ] = True,
-    stop_s: Annotated[int, typer.Option(min=0, help="Seconds that a stop waits for open requests.")] = STOP_S,
+    migrate: Annotated[bool, typer.Option("--migrate/--no-migrate", help="Migrate the database first.")] = True,
+    stop_s: Annotated[
+        int, typer.Option(min=0, help="Seconds that a stopping server waits for open requests.")
+    ] = STOP_S,
 ) -> None:
     """Run a server. Its settings are TURNLOG_ variables (docs/settings.md).
 
-    If it dies, it is started again; connections wait meanwhile.
+    If it dies, it is restarted; connections wait meanwhile.
     """
     if workers > 1 and _settings().database_url.startswith("sqlite"):
         raise UsageError(
@@ -145,7 +145,7 @@ def _systemd_sockets() -> list[socket.socket]:
         try:
             adopted = socket.socket(fileno=descriptor)
         except OSError as error:
-            raise Failure(f"LISTEN_FDS: descriptor {descriptor} is no socket: {error.strerror}") from None
+            raise Failure(f"LISTEN_FDS: descriptor {descriptor} is not a socket: {error.strerror}") from None
         is_internet = adopted.family in (socket.AF_INET, socket.AF_INET6)
         if not is_internet or not adopted.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             raise Failure("the socket unit: expected ListenStream= with an address and a port, and Accept=no")
@@ -161,7 +161,7 @@ def _free_address(host: str, port: int) -> list[socket.socket]:
             return _bind(host, port)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                raise Failure(f"cannot listen at {in_url(host, port)}: {error.strerror or error}") from None
+                raise Failure(f"cannot listen on {in_url(host, port)}: {error.strerror or error}") from None
             time.sleep(0.01)
 
 

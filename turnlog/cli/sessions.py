@@ -25,7 +25,7 @@ TASK = 80
 @takes(SessionFilters, "status")  # a state is also a status
 def sessions(
     ctx: typer.Context,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of sessions.")] = 50,
     every: Annotated[bool, typer.Option("--all", help="All of them, page after page.")] = False,
     cursor: Annotated[str | None, typer.Option(help="Go on where an earlier list ended.")] = None,
     **filters: Any,
@@ -93,9 +93,9 @@ def session_columns() -> list[Column]:
 def show(
     ctx: typer.Context,
     session: Annotated[str, typer.Argument(help="The session's id.", autocompletion=complete.sessions)],
-    at: Annotated[int | None, typer.Option(min=1, help="As it was after this event.")] = None,
+    at: Annotated[int | None, typer.Option(min=1, help="The session as it was after this event.")] = None,
 ) -> None:
-    """A session: its turns with their stages, failures and rollbacks."""
+    """Show a session: its turns with their stages, failures and rollbacks."""
     path = f"/sessions/{segment(session)}/state"
     state = remote(ctx).read("GET", path, parameters={"seq": at})
     if printed_as_json(ctx, state):
@@ -123,17 +123,19 @@ def groups(
     ctx: typer.Context,
     name: Annotated[
         str | None,
-        typer.Argument(metavar="GROUP", help="A group's id; none: a list of groups.", autocompletion=complete.groups),
+        typer.Argument(
+            metavar="GROUP", help="A group's id; without it, the groups are listed.", autocompletion=complete.groups
+        ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=PAGE, help="At most so many groups.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=PAGE, help="Maximum number of groups.")] = 50,
     cursor: Annotated[str | None, typer.Option(help="Go on where an earlier list ended.")] = None,
     **filters: Any,
 ) -> None:
-    """The groups, or one group's attempts and rewards."""
+    """List groups, or show one group's attempts and rewards."""
     server = remote(ctx)
     wish = given(filters)
     if name is not None and (cursor is not None or wish.keys() - {"run"}):
-        raise UsageError("--cursor and filters but --run are for the list of groups")
+        raise UsageError("--cursor and filters other than --run are for the list of groups")
     if name is None:
         found = server.read("GET", "/groups", parameters={**wish, "limit": limit, "cursor": cursor})
     else:

@@ -37,19 +37,21 @@ def tail(
         typer.Argument(help="The session's id; without one: all sessions.", autocompletion=complete.sessions),
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Stay, also over restarts of the server, until Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Follow until Ctrl-C, also across restarts of the server.")
     ] = False,
     after: Annotated[
         str | None,
-        typer.Option(help="Begin behind this event: its number, or of all sessions its position; end: new ones only."),
+        typer.Option(
+            help="Start after this event: its number, or for all sessions its position; end: only new events."
+        ),
     ] = None,
     types: Annotated[
-        list[str] | None, typer.Option("--type", help="Of all sessions: only events of this type. May be repeated.")
+        list[str] | None, typer.Option("--type", help="For all sessions: only events of this type. May be repeated.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Of all sessions: at most this many events.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="For all sessions: at most this many events.")] = None,
     **filters: Any,
 ) -> None:
-    """A session's events, or all sessions'; with -f each new event as soon as it is on disk."""
+    """Print a session's events, or all sessions'; with -f also each new event as soon as it is on disk."""
     from turnlog.client.lines import AllEventsPlace, EventsPlace, is_event
 
     for_machine = wants_json(ctx)
@@ -71,7 +73,7 @@ def tail(
     if is_empty:
         say("no event matches")
     if isinstance(place, AllEventsPlace) and not for_machine and place.position is not None:
-        say(f"go on with --after {place.position}")
+        say(f"continue with --after {place.position}")
 
 
 def _number(after: str | None) -> int:
@@ -101,7 +103,7 @@ def followed(server: Transport, path: str, place: AllEventsPlace | EventsPlace) 
             if wait_s is None:
                 raise
             if not is_told:
-                say(f"{error}; going on {place} when it is back")
+                say(f"{error}; continuing {place} when it is back")
             is_told = True
         time.sleep(wait_s)
 
@@ -135,7 +137,7 @@ def told(event: Mapping[str, Any]) -> str | None:
             closed = f"closed: {event['reason']}" if event.get("reason", "deleted") != "deleted" else "closed"
             return f"{closed}, failed: {failure(event['failed'])}" if "failed" in event else closed
         case {"type": "SessionRestored", "checkpoint": name, "to_seq": seq}:
-            return f"taken back to checkpoint {name}, event {seq}"
+            return f"restored to checkpoint {name}, event {seq}"
         case {"type": "SessionErased"}:
             return "its content is erased"
     return None

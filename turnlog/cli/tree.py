@@ -24,7 +24,7 @@ def tree(
     session: Annotated[str, typer.Argument(help="The session's id.", autocompletion=complete.sessions)],
     **parameters: Any,
 ) -> None:
-    """A session's turns as a tree: branches, their causes, and whose loss each turn is in."""
+    """Print a session's turns as a tree: branches, their causes, and in whose loss each turn is."""
     path = f"/sessions/{segment(session)}/tree"
     found = remote(ctx).read("GET", path, parameters=given(parameters))
     if not printed_as_json(ctx, found):

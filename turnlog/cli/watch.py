@@ -25,7 +25,7 @@ EVERY_S = 1.0
 
 @takes(Selection)
 def watch(ctx: typer.Context, **filters: Any) -> None:
-    """Watch the sessions in flight until Ctrl-C; in a pipe, or with --json, every event that tells what they do."""
+    """Watch the sessions in flight until Ctrl-C; in a pipe, or with --json, print every event of what they do."""
     server = remote(ctx, patience_s=0)
     if sys.stdout.isatty() and not wants_json(ctx):
         _show(server, given(filters))
@@ -52,7 +52,7 @@ def _show(server: Transport, wish: dict[str, Any]) -> None:
             try:
                 rows, total, trouble = *_in_flight(server, wish), ""
             except Unreachable:
-                trouble = ", as far as is known: the server does not answer"
+                trouble = ", as last known: the server does not answer"
 
 
 def _in_flight(server: Transport, wish: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:

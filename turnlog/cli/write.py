@@ -27,7 +27,7 @@ Id = Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.", 
 @takes(NewSession, "session_id")
 def create(
     ctx: typer.Context,
-    session: Annotated[str | None, typer.Argument(help="Its id; none: a random one.")] = None,
+    session: Annotated[str | None, typer.Argument(help="Its id; default: random.")] = None,
     **fields: Any,
 ) -> None:
     """Create a session, and print its base URL; the same id and fields again give the same session."""
@@ -48,7 +48,7 @@ def create(
 def fork(
     ctx: typer.Context,
     session: Id,
-    turn: Annotated[int, typer.Option(min=1, help="Begin after this committed turn.")],
+    turn: Annotated[int, typer.Option(min=1, help="Fork after this committed turn.")],
     count: Annotated[int, typer.Option(min=1, help="Number of sessions.")] = 1,
     group: Annotated[
         str | None, typer.Option(help="Their group; default: that of the session.", autocompletion=complete.groups)
@@ -77,9 +77,9 @@ def fork(
 def reward(
     ctx: typer.Context,
     session: Id,
-    reward: Annotated[float, typer.Argument(help="A number; it replaces the reward before.")],
+    reward: Annotated[float, typer.Argument(help="A number; it replaces an earlier reward.")],
     component: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=NUMBER", help="A part of it. May be repeated.")
+        list[str] | None, typer.Option(metavar="NAME=NUMBER", help="A component of the reward. May be repeated.")
     ] = None,
     turn: Annotated[int | None, typer.Option(help="Of this turn, not of the session.", min=1)] = None,
 ) -> None:
@@ -87,23 +87,23 @@ def reward(
     body: dict[str, Any] = {"reward": reward, **given({"components": _numbers(component or []), "turn": turn})}
     written = remote(ctx).read("PUT", f"{_path(session)}/reward", body=body)
     if not printed_as_json(ctx, written):
-        say(f"the reward is written, in event {written['seq']}")
+        say(f"reward written in event {written['seq']}")
 
 
 def annotate(
     ctx: typer.Context,
     session: Id,
     name: Annotated[str, typer.Argument(help="The annotation's name; note and tags are also in lists.")],
-    value: Annotated[str, typer.Argument(help="JSON, or a text: what is not valid JSON.")],
+    value: Annotated[str, typer.Argument(help="JSON; anything else is taken as text.")],
     turn: Annotated[int | None, typer.Option(help="Of this turn, not of the session.", min=1)] = None,
-    writer: Annotated[str | None, typer.Option(help="Who says so.")] = None,
+    writer: Annotated[str | None, typer.Option(help="Who wrote it.")] = None,
 ) -> None:
     """Write a note, tags or another value on a session, also a closed one, or on a turn."""
     of = _path(session) + ("" if turn is None else f"/turns/{turn}")
     body = {"value": _json_or_text(value), **given({"writer": writer})}
     written = remote(ctx).read("PUT", f"{of}/annotations/{segment(name)}", body=body)
     if not printed_as_json(ctx, written):
-        say(f"{name} is written, in event {written['seq']}")
+        say(f"{name} written in event {written['seq']}")
 
 
 FailureName = StrEnum("FailureName", {kind: kind for kind in get_args(FailureKind)})  # type: ignore[misc]
@@ -113,13 +113,13 @@ def close(
     ctx: typer.Context,
     session: Id,
     failed: Annotated[
-        FailureName | None, typer.Option(help="The rollout failed, for a reason that is no reward.")
+        FailureName | None, typer.Option(help="Mark the rollout as failed for this reason, instead of a reward.")
     ] = None,
-    message: Annotated[str | None, typer.Option(help="With --failed: more of the reason.")] = None,
+    message: Annotated[str | None, typer.Option(help="With --failed: details of the reason.")] = None,
 ) -> None:
     """Close a session: a turn in flight is aborted. Its rows, events and rewards stay."""
     if message is not None and failed is None:
-        raise UsageError("--message is for --failed")
+        raise UsageError("--message requires --failed")
     closed, before = {"session_id": session, "status": "closed"}, ""
     try:
         if failed is None:

@@ -46,7 +46,7 @@ def authorization(token: str | None) -> dict[str, str]:
     if token is None:
         return {}
     if not (token.isascii() and token.isprintable()) or " " in token:
-        raise ValueError("the token holds characters that a header cannot hold, perhaps a line feed at its end")
+        raise ValueError("the token has characters that a header cannot contain, perhaps a trailing line feed")
     return {"authorization": f"Bearer {token}"}
 
 
@@ -56,9 +56,9 @@ def address(base_url: str) -> str:
         url = urlsplit(base_url)
         has_host = bool(url.hostname) and url.port != 0
     except ValueError as error:
-        raise ValueError("the server's address cannot be read") from error
+        raise ValueError("the server's address cannot be parsed") from error
     if "@" in url.netloc:
-        raise ValueError("the server's address holds a name or a password: use a token")
+        raise ValueError("the server's address has a user name or a password: use a token instead")
     if url.scheme not in ("http", "https") or not has_host or url.query or url.fragment:
         raise ValueError(f"{base_url} is not an address like {DEFAULT}")
     return base_url.rstrip("/")

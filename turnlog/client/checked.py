@@ -40,7 +40,7 @@ def wanted(parameters: type, given: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in found.pop("metadata", {}).items():
         values = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
         if not values:
-            raise ValueError(f"metadata: {key} has no value")
+            raise ValueError(f"metadata: {key} has an empty list of values")
         found[f"metadata.{key}"] = [one if isinstance(one, str) else json.dumps(one) for one in values]
     return found
 

@@ -22,7 +22,7 @@ def require_unpacked(headers: Mapping[str, str]) -> None:
     """Raises NotTurnlog for a reply that is compressed although UNPACKED was sent."""
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
-        raise NotTurnlog(f"a reply with content-encoding {encoding:.64}, which was not asked for")
+        raise NotTurnlog(f"a reply with content-encoding {encoding:.64}, which the client did not ask for")
 
 
 def present(given: Mapping[str, Any]) -> Object:
@@ -83,7 +83,7 @@ class Lines:
         if rest:
             self._size += len(rest)
             if self._size > LARGEST:
-                raise NotTurnlog(f"a line of more than {LARGEST} bytes: ask for less in a row")
+                raise NotTurnlog(f"a line of more than {LARGEST} bytes: ask for less per row")
             self._rest.append(rest)
         for line in whole:
             if line:
@@ -97,7 +97,7 @@ def decode(content: bytes) -> Object:
     except ValueError as error:
         raise NotTurnlog("a reply that is not JSON: is this Turnlog's address?") from error
     if not isinstance(found, dict):
-        raise NotTurnlog("a reply that is no JSON object: is this Turnlog's address?")
+        raise NotTurnlog("a reply that is not a JSON object: is this Turnlog's address?")
     return found
 
 
@@ -109,7 +109,7 @@ class EventsPlace(Place):
         self.after = after
 
     def __str__(self) -> str:
-        return f"behind event {self.after}"
+        return f"after event {self.after}"
 
     def parameters(self) -> Mapping[str, Any]:
         return {"after": self.after, "follow": "true" if self.is_open_ended else "false"}
@@ -121,7 +121,7 @@ class EventsPlace(Place):
                 if kind == "SessionErased":
                     self._left = 0  # nothing follows
             case _:
-                raise NotTurnlog("a line that is no event: is this Turnlog's address?")
+                raise NotTurnlog("a line that is not an event: is this Turnlog's address?")
 
 
 class AllEventsPlace(Place):
@@ -135,7 +135,7 @@ class AllEventsPlace(Place):
         self.position = None if self._after == "end" else self._after
 
     def __str__(self) -> str:
-        return "behind the last event"
+        return "after the last event"
 
     def parameters(self) -> Mapping[str, Any]:
         after = self.position or self._after

@@ -44,7 +44,10 @@ class Renewal:
                     self._transport.call("POST", self._path, body=self._body)
                 except Conflict:
                     if not self._ended.is_set():
-                        log.warning("%s has ended before the weights were changed: turns go on meanwhile", self._path)
+                        log.warning(
+                            "%s has ended before the weights were changed: turns are no longer held",
+                            self._path,
+                        )
                     return
                 except TurnlogError as error:
                     log.warning("the lease of %s could not be renewed: %s", self._path, error)

@@ -66,12 +66,12 @@ def _rows(chunk: Mapping[str, Any], http: httpx.Client) -> Array:
     try:
         # `max_output_size` holds only for a frame that does not say its size.
         if frame_content_size(frame) != size:
-            raise NotTurnlog(f"the chunk from row {chunk['start']} on has another size")
+            raise NotTurnlog(f"the chunk from row {chunk['start']} on does not have the expected size")
         raw = ZstdDecompressor().decompress(frame)
     except ZstdError as error:
         raise NotTurnlog(f"the chunk from row {chunk['start']} on cannot be decompressed") from error
     if hashlib.sha256(raw).hexdigest()[:32] != chunk["hash"]:
-        raise NotTurnlog(f"the rows from {chunk['start']} on are not those that were stored")
+        raise NotTurnlog(f"the rows from {chunk['start']} on differ from those that were stored")
     return np.frombuffer(raw, np.dtype(chunk["dtype"]).newbyteorder("<")).reshape(chunk["rows"], -1)
 
 
@@ -88,7 +88,7 @@ def _fetched(chunk: Mapping[str, Any], http: httpx.Client) -> bytes:
             for part in reply.iter_raw():
                 size += len(part)
                 if size > most:
-                    raise NotTurnlog(f"the object with the rows from {chunk['start']} on is larger than they are")
+                    raise NotTurnlog(f"the object with the rows from {chunk['start']} on is larger than expected")
                 parts.append(part)
     except httpx.TransportError as error:
         raise Unreachable(f"the object storage does not answer: {type(error).__name__}") from error

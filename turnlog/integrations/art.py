@@ -62,7 +62,7 @@ async def trajectory(
     exchanges = exchanges_of(played, served, num_experts)
     outcome = played.outcome
     if not exchanges:
-        why = outcome.failed.get("message") if outcome.failed is not None else "no turn is in the loss"
+        why = outcome.failed.get("message") if outcome.failed is not None else "none of its turns is in the loss"
         raise RolloutFailed(f"session {outcome.session_id}: {why}") from outcome.error
     [tree] = played.rows
     versions = [int(name) for name in tree["weight_version_names"] if name.isdigit()] or [

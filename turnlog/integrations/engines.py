@@ -22,10 +22,10 @@ async def take_engine(turnlog: AsyncTurnlog, url: str, run: str) -> None:
     except Conflict as error:
         if error.code != "run_mismatch":
             raise ValueError(
-                f"{url} is in Turnlog's list for others, and the token of run {run} may not change that: remove it "
-                f"with the admin's token (DELETE /engines?url={url})"
+                f"{url} is in Turnlog's pool for other runs, which the token of run {run} may not change: "
+                f"remove it with the admin token (DELETE /engines?url={url})"
             ) from error
-        log.warning("run %s takes the engine of its trainer: %s", run, error.message)
+        log.warning("run %s now has the engine of its trainer to itself: %s", run, error.message)
         with contextlib.suppress(NotFound):
             await turnlog.remove_engine(url)
         await turnlog.add_engine(url, run=run)

@@ -112,7 +112,7 @@ async def samples_of(
     samples = [_filled(state, sample, row) for row in rows]
     has_experts = not replay or all(_put_experts(*pair) for pair in zip(samples, rows, strict=True))
     if why := _why_untrained(args, rows, has_experts, evaluation):
-        log.warning("session %s is in no loss: %s", outcome.session_id, why)
+        log.warning("session %s is left out of the loss: %s", outcome.session_id, why)
         # slime asks for an aborted one again, and that may have rows.
         samples, rows = [_empty(args, sample, sample.Status.FAILED if rows else sample.Status.ABORTED)], []
     reward = outcome.reward
@@ -139,8 +139,8 @@ def _why_untrained(args: Any, rows: Sequence[Any], has_experts: bool, evaluation
         return f"--partial-rollout has no room for its {len(rows)} rows"
     if not has_experts:
         return (
-            "it has no experts of all tokens: set TURNLOG_REPLAY=routed_experts, and TURNLOG_MOE_LAYERS and "
-            "TURNLOG_MOE_TOPK for SGLang"
+            "it lacks routed experts for some tokens: set TURNLOG_REPLAY=routed_experts, and "
+            "TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK for SGLang"
         )
     return None
 

@@ -309,17 +309,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m turnlog.integrations.transfer_queue", description="Feed TransferQueue."
     )
     parser.add_argument("--consumer", required=True, help="the name by which Turnlog leases groups")
-    parser.add_argument("--run", help="whose groups; by default TURNLOG_RUN, else the default run's")
+    parser.add_argument("--run", help="the run whose groups are leased; by default TURNLOG_RUN, else the default run")
     parser.add_argument("--url", help="Turnlog's address; by default TURNLOG_URL")
     parser.add_argument("--ray", default="auto", help="the Ray cluster's address")
     parser.add_argument("--partition", default="train")
     parser.add_argument("--until", choices=("put", "cleared"), default="put", help="when groups are acknowledged")
     parser.add_argument("--size", type=int, default=8, help="groups put at a time")
-    parser.add_argument("--limit", type=int, help="put none while the trainer has so many to take")
-    parser.add_argument("--attempts", type=int, default=1, help="only groups with at least so many sessions")
-    parser.add_argument("--rewards", choices=("total", "turn"), default="total", help="turn: where turns earned them")
+    parser.add_argument("--limit", type=int, help="pause while this many groups wait for the trainer")
+    parser.add_argument("--attempts", type=int, default=1, help="only groups with at least this many sessions")
+    parser.add_argument(
+        "--rewards",
+        choices=("total", "turn"),
+        default="total",
+        help="turn: at the tokens of the turns that earned them",
+    )
     parser.add_argument("--lease-s", type=float, default=600.0)
-    parser.add_argument("--timeout-s", type=float, default=60.0, help="how long the queue may take for a request")
+    parser.add_argument(
+        "--timeout-s", type=float, default=60.0, help="the timeout of a request to the queue, in seconds"
+    )
     parser.add_argument("--poll-s", type=float, default=1.0)
     given = vars(parser.parse_args(arguments))
     ray.init(address=given.pop("ray"), log_to_driver=False)

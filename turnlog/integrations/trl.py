@@ -93,7 +93,7 @@ class TurnlogRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc, unused-ign
             raise RuntimeError("the rollouts have ended") from self._task.exception()
         if (age := time.monotonic() - self._beat) > stale_after_s:
             raise RuntimeError(
-                f"an agent has blocked the rollouts' loop for {age:.0f} s: make it `def`, not `async def`"
+                f"an agent has blocked the event loop of the rollouts for {age:.0f} s: make it `def`, not `async def`"
             )
 
     async def _produce(self) -> None:

@@ -82,7 +82,7 @@ class Annotations:
             content = await self._content(session_id, turn or 0, name, annotation)
             if content is not None:  # else it was replaced meanwhile
                 return Said(annotation, content)
-        raise SessionUnreadable(f"session {session_id}: the content of annotation {name} is not there")
+        raise SessionUnreadable(f"session {session_id}: the content of annotation {name} is missing")
 
     async def listed(self, session_id: str, turn: int | None) -> dict[int, dict[str, Annotation]]:
         """All annotations of the session and its turns, or those of one turn: by turn (0: the session's) and name."""

@@ -33,12 +33,12 @@ MAX_NUMBERS = 1 << 20
 
 Name = Annotated[str, Path(pattern=ANNOTATION, description="The annotation's name.")]
 TurnNumber = Annotated[int, Path(ge=1, le=MAX_INTEGER, description="A committed turn.")]
-Writer = Annotated[str | None, Query(pattern=TAG, description="Who says so: a person's or a program's name.")]
+Writer = Annotated[str | None, Query(pattern=TAG, description="Who wrote it: the name of a person or program.")]
 StatedOver = Annotated[
     Over | None,
     Query(description="Of a binary body: the turn's sampled tokens (`output`), or all its new ones (`own`)."),
 ]
-Format = Annotated[Literal["json", "npy", "safetensors"], Query(description="What a column is written into.")]
+Format = Annotated[Literal["json", "npy", "safetensors"], Query(description="The format of a column.")]
 
 
 class AnnotationBody(BaseModel):
@@ -61,7 +61,7 @@ _READ: Errors = (InvalidRequest, NotFound, *SESSION, *READ)
 
 @route(
     f"PUT {OF_SESSION}/{{name}}",
-    "Say something of a session",
+    "Annotate a session",
     "page",
     json_reply(reply_types.Annotated),
     errors=_WRITE,
@@ -73,14 +73,14 @@ _READ: Errors = (InvalidRequest, NotFound, *SESSION, *READ)
 async def put_of_session(
     request: Request, session_id: SessionId, name: Name, writer: Writer = None, over: StatedOver = None
 ) -> dict[str, Any]:
-    """Write a JSON value on the session, also a closed one, in the place of what it has under this name. A session's
+    """Write a JSON value on the session, also a closed one, replacing what it has under this name. A session's
     `note` and `tags` are in lists, too."""
     return await _put(request, session_id, None, name, writer, over)
 
 
 @route(
     f"PUT {OF_TURN}/{{name}}",
-    "Say something of a turn or its tokens",
+    "Annotate a turn or its tokens",
     "page",
     json_reply(reply_types.Annotated),
     errors=_WRITE,
@@ -104,7 +104,7 @@ async def put_of_turn(
 
 @route(
     f"GET {OF_SESSION}/{{name}}",
-    "What is said of a session under a name",
+    "Get an annotation of a session",
     "session",
     json_reply(reply_types.Annotation),
     errors=_READ,
@@ -115,9 +115,7 @@ async def get_of_session(request: Request, session_id: SessionId, name: Name) ->
     return await _get(request, session_id, None, name, "json")
 
 
-@route(
-    f"GET {OF_TURN}/{{name}}", "What is said of a turn under a name", "session", _VALUE, errors=_READ, of_run="session"
-)
+@route(f"GET {OF_TURN}/{{name}}", "Get an annotation of a turn", "session", _VALUE, errors=_READ, of_run="session")
 async def get_of_turn(
     request: Request, session_id: SessionId, turn: TurnNumber, name: Name, format: Format = "json"
 ) -> Response:
@@ -127,7 +125,7 @@ async def get_of_turn(
 
 @route(
     f"DELETE {OF_SESSION}/{{name}}",
-    "Remove what is said of a session",
+    "Delete an annotation of a session",
     "page",
     NO_CONTENT,
     errors=(InvalidRequest, *SESSION, *WRITE),
@@ -140,7 +138,7 @@ async def delete_of_session(request: Request, session_id: SessionId, name: Name,
 
 @route(
     f"DELETE {OF_TURN}/{{name}}",
-    "Remove what is said of a turn",
+    "Delete an annotation of a turn",
     "page",
     NO_CONTENT,
     errors=(InvalidRequest, NotFound, *SESSION, *WRITE),
@@ -197,18 +195,18 @@ def _given(raw: bytes, kind: str, over: Over | None) -> tuple[Any | Column, str 
     """What a body gives, and the writer that it names. Raises InvalidRequest."""
     if kind in (NPY, SAFETENSORS):
         if over is None:
-            raise InvalidRequest("over: expected output or own, which a column requires")
+            raise InvalidRequest("a column requires over: output or own")
         return (bodies.from_npy if kind == NPY else bodies.from_safetensors)(raw, over), None
     body = read_model(raw, AnnotationBody, MAX_NUMBERS)
     over = body.over or over
     if body.values is None:
         if body.dtype is not None or over is not None:
-            raise InvalidRequest("dtype and over require values")
+            raise InvalidRequest("dtype and over are only for values")
         return body.value, body.writer
     if body.value is not None:
         raise InvalidRequest("value and values exclude each other")
     if over is None:
-        raise InvalidRequest("over: expected output or own, which values require")
+        raise InvalidRequest("values require over: output or own")
     return bodies.from_list(body.values, body.dtype or "float32", over), body.writer
 
 

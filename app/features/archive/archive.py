@@ -130,9 +130,9 @@ class Archive:
             except ArchiveBusy:
                 pass
             except AppError as error:
-                log.warning("what is due in archives waits: %s", error)
+                log.warning("archive upkeep is delayed: %s; it is retried", error)
             except Exception:
-                log.exception("an unexpected fault in archives")
+                log.exception("unexpected error in archive upkeep")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(EVERY_S):
                     await self._due.wait()
@@ -142,7 +142,7 @@ class Archive:
     async def _leased(self) -> AsyncIterator[int]:
         """The fence of the lease. Raises ArchiveBusy if another process has it, Overloaded."""
         if self._waiting >= MOST_WAITING:
-            raise Overloaded(f"{self._waiting} requests wait for archives already")
+            raise Overloaded(f"{self._waiting} requests are already waiting for archives")
         self._waiting += 1
         try:
             await self._one.acquire()
@@ -151,7 +151,7 @@ class Archive:
         try:
             fence = await self._writer.submit(TakeLease(rows.LEASE, self._incarnation(), LEASE_S, self._lease_s))
             if fence is None:
-                raise ArchiveBusy("another process archives or imports")
+                raise ArchiveBusy("another process is archiving or importing")
             try:
                 yield fence
             finally:
@@ -163,7 +163,7 @@ class Archive:
         """Raises ArchiveBusy if the lease was lost."""
         done = await self._writer.submit(operation)
         if done is None:
-            raise ArchiveBusy("another process has taken over")
+            raise ArchiveBusy("another process has taken over the archives")
         return done
 
     # Leaving.
@@ -208,7 +208,7 @@ class Archive:
                 if gone:
                     step["archived"] = sum(len(rollout.sessions) for rollout in gone)
                     step["bytes"], step["file"] = written, file
-                    log.info("%d sessions left the database for %s", step["archived"], file)
+                    log.info("moved %d sessions from the database to %s", step["archived"], file)
             return step
 
     async def _readable(self, root_id: str) -> Rollout | None:
@@ -318,7 +318,7 @@ class Archive:
                 try:
                     await self._rewrite(fence, file)
                 except CorruptContent as error:
-                    log.error("sessions that were erased cannot be taken out of %s: %s", file, error)
+                    log.error("erased sessions cannot be removed from %s: %s", file, error)
                     await self._write(rows.EraseCopies(fence, file))
             tried |= erasing
 
@@ -349,7 +349,7 @@ class Archive:
                 raise CorruptContent(f"{new} does not hold what was written")
             reach("after_archive_rewritten")
             await self._write(rows.Move(fence, file, new))
-            log.info("%s was written again as %s, without %d erased sessions", file, new, len(erased))
+            log.info("rewrote %s as %s, without %d erased sessions", file, new, len(erased))
         await self._delete(file)
         reach("after_archive_deleted")
         await self._write(rows.EndErasing(fence, file))
@@ -375,7 +375,7 @@ class Archive:
                         )
                         await self._write(rows.TellErased(fence, session, self._clock()))
         except CorruptContent as error:
-            log.error("followers are not told of sessions that were erased in an archive: %s", error)
+            log.error("followers cannot be told of sessions that were erased in an archive: %s", error)
 
     # For the routes of sessions.
 
@@ -426,16 +426,16 @@ class Archive:
         async with self._leased() as fence:
             await self._finish(fence)
             if not await self._database.read(partial(rows.of_file, file=file)):
-                raise InvalidRequest(f"{file:.1100}: no session of this store is archived in it")
+                raise InvalidRequest(f"{file:.1100} has no archived session of this store")
             size = await bucket.size(_name(file))
             if size is None:
-                raise NotFound(f"there is no {file}")
+                raise NotFound(f"{file} does not exist")
             if size > MOST_FILE:
-                raise InvalidRequest(f"{file}: it has {size} bytes, at most {MOST_FILE} are read")
+                raise InvalidRequest(f"{file} has {size} bytes; the limit is {MOST_FILE}")
             memory.grow(size)
             body = await self._read(file)
             if body is None or len(body) != size:
-                raise NotFound(f"{file} has changed")
+                raise NotFound(f"{file} changed while it was read")
             told = ImportedFile(imported=0, there=0, refused=[])
             try:
                 memory.grow(UNPACKED * await asyncio.to_thread(unpacked_bytes, body))
@@ -487,19 +487,17 @@ class Archive:
     def _allowed(self, url: str) -> str:
         """The URL that a request names, a folder's after its symbolic links. Raises InvalidRequest."""
         if not url.startswith(SCHEMES):
-            raise InvalidRequest(f"{url:.200}: a URL begins with {', '.join(SCHEMES)}")
+            raise InvalidRequest(f"{url:.200}: the URL must begin with one of {', '.join(SCHEMES)}")
         url = url.rstrip("/")
         if not url.startswith("file:"):
             return url
         if self._file_root is None:
-            raise InvalidRequest(
-                "file:///…: the server's TURNLOG_FILE_ROOT must be set, the folder below which it lies"
-            )
+            raise InvalidRequest("file:///… requires the server's TURNLOG_FILE_ROOT: the folder in which it must lie")
         if not url.isprintable() or len(url) > MOST_URL:
-            raise InvalidRequest("file:///…: it is no path")
+            raise InvalidRequest("file:///…: not a valid path")
         path, root = (os.path.realpath(one) for one in (url.removeprefix("file://"), self._file_root))
         if os.path.commonpath((path, root)) != root:
-            raise InvalidRequest("file:///…: it does not lie below the server's TURNLOG_FILE_ROOT")
+            raise InvalidRequest("file:///…: the path is outside the server's TURNLOG_FILE_ROOT")
         return f"file://{path}"
 
     def _bucket(self, url: str) -> Bucket:
@@ -513,13 +511,13 @@ class Archive:
             try:
                 self._buckets[url] = Bucket(url, self._timeout_s)
             except StartupError as error:
-                raise InvalidRequest(f"{url:.200}: there is no such storage") from error
+                raise InvalidRequest(f"{url:.200} is not a valid storage URL") from error
         return self._buckets[url]
 
 
 _REFUSED = {
     "erased": "it was erased",
-    "elsewhere": "it is not archived in this file; the message of its 404 names the file that it is in",
+    "elsewhere": "it is not archived in this file: GET /sessions/{id} names the file that it is in",
 }
 
 

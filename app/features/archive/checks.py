@@ -50,7 +50,7 @@ def require_whole(session: StoredRows) -> None:
     except (UnknownEvent, LookupError, ValueError, TypeError, AssertionError) as error:
         raise CorruptContent(f"its log cannot be read: {type(error).__name__}") from error
     if folded is None or folded.version != session.head["version"] or folded.status != session.head["status"]:
-        raise CorruptContent("its log is not whole")
+        raise CorruptContent("its log is incomplete")
     if folded.config.of_run != session.head["run"]:
         raise CorruptContent("its log names another run")
     for row in session.rows[turns.name]:
@@ -71,15 +71,15 @@ def require_own(rollout: Rollout) -> None:
     Sizes are looked at before anything is unpacked.
     """
     if not _is_id(rollout.root_id):
-        raise CorruptContent("the rollout's id is none")
+        raise CorruptContent("the rollout's id is not valid")
     of_root = rollout.sessions[0].head
     for session in rollout.sessions:
         head = session.head
         _require_columns(sessions.columns, head)
         if not _is_id(session.session_id) or head["root_id"] not in (None, rollout.root_id):
-            raise CorruptContent("an id is none, or of another rollout")
+            raise CorruptContent("an id is not valid, or belongs to another rollout")
         if head["run"] != of_root["run"]:
-            raise CorruptContent("a session is of another run than its root")
+            raise CorruptContent("a session belongs to another run than its root")
         if head["status"] != "closed" or head["open_turns"] != 0 or head["closed_at"] is None:
             raise CorruptContent("a session is not closed")
         if session.feed is not None:
@@ -95,7 +95,7 @@ def require_own(rollout: Rollout) -> None:
                 for name in _FRAMES.get(table, ()):
                     _require_frame(row[name])
             if len({tuple(row[name] for name in keys) for row in rows}) < len(rows):
-                raise CorruptContent(f"a row of {table.name} is there twice")
+                raise CorruptContent(f"a row of {table.name} occurs twice")
         if sum(len(row["data"]) for row in session.rows[events.name]) > LARGEST_EVENTS:
             raise CorruptContent(f"its events have more than {LARGEST_EVENTS} bytes")
         require_whole(session)
@@ -112,7 +112,7 @@ def _require_columns(columns: Iterable[Column[Any]], row: Mapping[str, Any]) -> 
             if not column.nullable:
                 raise CorruptContent(f"{column.table.name}.{column.name} is missing")
         elif not _fits(column, value):
-            raise CorruptContent(f"{column.table.name}.{column.name} holds what no version writes")
+            raise CorruptContent(f"{column.table.name}.{column.name} has a value that no version writes")
 
 
 def _fits(column: Column[Any], value: Any) -> bool:
@@ -137,7 +137,7 @@ def _require_frame(frame: bytes | None) -> None:
     try:
         size = zstandard.frame_content_size(body)
     except zstandard.ZstdError as error:
-        raise CorruptContent("content is no frame") from error
+        raise CorruptContent("content is not a compressed frame") from error
     if not 0 <= size <= LARGEST_BYTES:
         raise CorruptContent(f"content declares {size} bytes")
 
@@ -146,4 +146,4 @@ def _text(content: bytes) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise CorruptContent("metadata is no text") from error
+        raise CorruptContent("metadata is not text") from error

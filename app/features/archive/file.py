@@ -82,7 +82,7 @@ def unpacked_bytes(body: bytes) -> int:
         for field in _SCHEMA:
             at = file.schema_arrow.get_field_index(field.name)
             if at < 0 or file.schema_arrow.field(at).type != field.type:
-                raise CorruptContent(f"the file's column {field.name} is not as this version writes it")
+                raise CorruptContent(f"the file's column {field.name} differs from what this version writes")
         return max((_group_bytes(file.metadata.row_group(at)) for at in range(file.num_row_groups)), default=0)
 
 
@@ -93,7 +93,7 @@ def _group_bytes(group: pq.RowGroupMetaData) -> int:
         if column.path_in_schema.partition(".")[0] not in _SCHEMA.names:
             continue
         if column.has_dictionary_page:
-            raise CorruptContent("the file has another encoding")
+            raise CorruptContent("the file has an encoding that no version writes")
         size += column.total_uncompressed_size
         if column.path_in_schema == _EVENT_DATA and column.total_uncompressed_size > LARGEST_EVENTS + GROUP_BYTES:
             raise CorruptContent(f"the events of a row group have {column.total_uncompressed_size} bytes")
@@ -136,7 +136,7 @@ def _readable(body: bytes) -> pq.ParquetFile:
         raise CorruptContent(f"the file cannot be read: {type(error).__name__}") from error
     metadata = (file.schema_arrow.metadata or {}).get(_KEY)
     if metadata != FORMAT:
-        raise CorruptContent("the file is no archive" if metadata is None else "the file is of another version")
+        raise CorruptContent("the file is not an archive" if metadata is None else "another version wrote the file")
     return file
 
 

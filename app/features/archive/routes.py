@@ -54,7 +54,7 @@ class ImportFile(BaseModel):
     "POST /archives",
     "Archive some closed rollouts",
     "admin",
-    json_reply(ArchiveStep, "What left the database, and where the next request goes on."),
+    json_reply(ArchiveStep, "What was archived, and where the next request continues."),
     errors=(*BODY, ArchiveBusy, *WRITE, *PAYLOADS, Unsupported),
     body=ArchiveSessions,
     example={"to": "s3://bucket/run-7", "older_than_s": 604800},
@@ -72,7 +72,9 @@ async def archive_sessions(request: Request) -> dict[str, Any]:
     "POST /archives/import",
     "Bring the sessions of an archive back",
     "admin",
-    json_reply(ImportedFile, "How many were written, how many were there already, and which were refused."),
+    json_reply(
+        ImportedFile, "How many sessions were written, how many were already in the database, and which were refused."
+    ),
     errors=(*BODY, NotFound, ArchiveBusy, *WRITE, *PAYLOADS, Unsupported),
     body=ImportFile,
     example={"file": "s3://bucket/run-7/turnlog-1-5d41402abc4b2a76.parquet"},

@@ -64,6 +64,10 @@ async def absent(services: Services) -> None:
     for held in services.fleet.fleet.held.values():
         if held.reason == "restore":
             raise StartupError(
-                f"checkpoint {held.checkpoint} is being restored: start with checkpoints in TURNLOG_FEATURES"
+                f"checkpoint {held.checkpoint} is being restored, which requires the feature checkpoints: add "
+                "it to TURNLOG_FEATURES"
             )
-        log.warning("turns are held for checkpoint %s until a process has the feature checkpoints", held.checkpoint)
+        log.warning(
+            "turns are held for checkpoint %s until a process with checkpoints in TURNLOG_FEATURES is started",
+            held.checkpoint,
+        )

@@ -128,7 +128,7 @@ class Checkpoints:
             raise _taken(make.name)
         if isinstance(made, Restoring):
             raise _busy()
-        assert not isinstance(made, Missing), "nothing is restored"
+        assert not isinstance(made, Missing), "no restore is running"
         reach("after_checkpoint")
         return made
 
@@ -228,9 +228,9 @@ class Checkpoints:
                         await self._take_over(held)
                 await self._drop_rows()
             except AppError as error:
-                log.warning("checkpoints: %s; it is tried again", error)
+                log.warning("checkpoints: %s; retrying", error)
             except Exception:
-                log.exception("an unexpected fault in watching checkpoints")
+                log.exception("unexpected error while watching checkpoints")
             self._woken.clear()
             try:
                 async with asyncio.timeout(WATCH_S):
@@ -256,7 +256,7 @@ class Checkpoints:
             placed = await self._fleet.append(lambda fleet: taken if fleet.held.get(held.run) == held else None)
             if placed is None:
                 return
-        log.info("going on to take run %s back to checkpoint %s", _run_of(held), held.checkpoint)
+        log.info("resuming the restore of run %s to checkpoint %s", _run_of(held), held.checkpoint)
         self._run(taken)
 
     async def _drop_rows(self) -> None:
@@ -281,7 +281,7 @@ def _run_of(held: TurnsHeld) -> str:
 
 def _tell(done: asyncio.Task[RestoredStore]) -> None:
     if not done.cancelled() and (error := done.exception()) is not None:
-        log.warning("a restore was cut short: %s; it is tried again", error)
+        log.warning("a restore was interrupted: %s; retrying", error)
 
 
 def _busy() -> CheckpointBusy:
@@ -289,7 +289,7 @@ def _busy() -> CheckpointBusy:
 
 
 def _taken(name: str) -> CheckpointExists:
-    return CheckpointExists(f"checkpoint {name} exists")
+    return CheckpointExists(f"checkpoint {name} already exists")
 
 
 def _unknown(name: str) -> NotFound:

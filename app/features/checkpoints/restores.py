@@ -115,7 +115,7 @@ class Restores:
             await follow()
         erased = await self._database.read(lambda connection: store.erased(connection, target.id))
         epoch = await self._database.read(partial(cursor_epoch, run=None if run == ALL_RUNS else run))
-        log.info("run %s was taken back to checkpoint %s: %d sessions changed", run, name, tally.sessions)
+        log.info("restored run %s to checkpoint %s: %d sessions changed", run, name, tally.sessions)
         return RestoredStore(
             run=run,
             name=name,

@@ -68,14 +68,14 @@ class NewCheckpoint(BaseModel):
     of_run="body",
 )
 async def make_checkpoint(request: Request) -> dict[str, Any]:
-    """Name a cut over all sessions, groups and acknowledgements of a run; without one, of the default run.
+    """Save the state of all sessions, groups and acknowledgements of a run, by default the default run.
 
     With `drain` the run's new turns are held and its turns in flight are waited for, so no generation is cut. The
     content of its sessions is neither freed nor erased until the checkpoint is deleted, except by a client.
     """
     body = await request.body_of(NewCheckpoint)
     if body.name.startswith(BEFORE):
-        raise InvalidRequest(f"name: names that begin with {BEFORE} are those of checkpoints that restores make")
+        raise InvalidRequest(f"name must not begin with {BEFORE}, which is reserved for checkpoints that restores make")
     if not body.name.strip("."):
         raise InvalidRequest("name must not be only dots")  # a client may take it for a relative path
     require_finite(body.metadata, "metadata")
@@ -101,14 +101,14 @@ async def list_checkpoints(request: Request, wanted: Annotated[CheckpointQuery, 
 
 @route(
     "POST /checkpoints/{name}/restore",
-    "Take a run back to a checkpoint",
+    "Restore a run to a checkpoint",
     "admin",
     json_reply(reply_types.RestoredStore, "It is restored."),
     errors=(InvalidRequest, NotFound, CheckpointBusy, *WRITE),
     of_run="query",
 )
 async def restore_checkpoint(request: Request, name: Name, run: Run = DEFAULT_RUN) -> Mapping[str, Any]:
-    """Make the run's sessions, rewards, leases and acknowledgements what they were at its checkpoint; delete nothing.
+    """Restore the run's sessions, rewards, leases and acknowledgements to its checkpoint; nothing is deleted.
 
     The run's turns are held meanwhile. Its turns and sessions that came later are undone, its claims are void, and
     cursors of its exports end; other runs go on. What it was is a checkpoint too, named in the reply. The restore goes

@@ -83,7 +83,7 @@ class Forks:
                     break
                 decided = None
             else:
-                raise Overloaded(f"session {order.source} changed with every try to fork it")
+                raise Overloaded(f"session {order.source} changed during every attempt to fork it: retry")
             reach("after_fork")
 
     async def _decide(self, order: ForkOrder, blob: StoredBlob | None) -> _Decided:
@@ -113,7 +113,7 @@ class Forks:
             raise refusal(order.source, outcome.status)
         if isinstance(outcome, Existing):
             if outcome.body_hash != forked.created.body_hash:
-                raise IdempotencyMismatch("the idempotency key was used with another fork of this session")
+                raise IdempotencyMismatch("the idempotency key was used for another fork of this session")
             if outcome.status != "open":
                 raise SessionEnded(f"session {fork_id} is {outcome.status}; an id is never used again")
         return not isinstance(outcome, Stale)

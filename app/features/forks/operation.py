@@ -232,7 +232,7 @@ class ForkSource(msgspec.Struct, frozen=True):
             ("chunks", set(forked.chunks.values()) - self.chunks),
             ("columns", set(forked.columns.values()) - self.columns),
         )
-        return next((f"{name} {sorted(missing)[:5]} are not there" for name, missing in needed if missing), None)
+        return next((f"{name} {sorted(missing)[:5]} are missing" for name, missing in needed if missing), None)
 
 
 def read_source(connection: Connection, session_id: str) -> ForkSource:

@@ -38,7 +38,7 @@ class ForkSession(BaseModel):
 
 @route(
     "POST /sessions/{session_id}/fork",
-    "Make sessions that begin after a turn of this one",
+    "Fork a session after one of its turns",
     "admin",
     json_reply(reply_types.ForkedSessions, "The new sessions, or those of an earlier request with the same key."),
     errors=(*BODY, *SESSION, NotFound, SessionEnded, RunClosed, RunOverBudget, IdempotencyMismatch, *WRITE),

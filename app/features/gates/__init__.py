@@ -98,7 +98,7 @@ async def absent(services: Services) -> None:
             if gates.fleet.is_shut or gates.fleet.version is not None:
                 await services.fleet.append(partial(_opened, run, None))
     except AppError as error:
-        log.warning("gates of an earlier start could not be opened: %s", error)
+        log.warning("gates that an earlier process left shut could not be opened: %s", error)
 
 
 def _opened(run: str | None, name: str | None, fleet: Fleet) -> FleetEvent:

@@ -114,7 +114,7 @@ class _Stamp(msgspec.Struct):
 # answered
 
 
-@route("GET, POST /ping", "Is the process there?", "page", json_reply(ANYTHING))
+@route("GET, POST /ping", "Is the process alive?", "page", json_reply(ANYTHING))
 async def ping(request: Request) -> dict[str, Any]:
     return {}
 
@@ -196,7 +196,7 @@ async def pause(
     """As `POST /fleet/pause` with a lease of ten minutes. `wait` is 400: a turn may take hours, and the gate holds new
     ones back meanwhile."""
     if mode not in _VLLMS_MODES:
-        raise Unsupported("mode must be abort or keep: turns in flight may take hours")
+        raise Unsupported("mode must be abort or keep: waiting for the turns in flight could take hours")
     return reply(
         {"status": "paused"}, await pauses_of(request).pause_fleet(request.head.run, _VLLMS_MODES[mode], LEASE_S)
     )
@@ -293,7 +293,7 @@ def _stamp(body: bytes) -> str | None:
     try:
         stamp = msgspec.json.decode(body, type=_Stamp)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest("the body must be a JSON object; a version in it is text") from error
+        raise InvalidRequest("the body must be a JSON object; a weight version in it must be text") from error
     return stamp.weight_version or stamp.new_version
 
 
@@ -313,7 +313,7 @@ async def abort_request(request: Request) -> dict[str, Any]:
     """The generation of the turn whose request had this `rid`, in any process; with `abort_all` every one."""
     order = await request.body_of(AbortRequest)
     if not order.abort_all and not order.rid:
-        raise InvalidRequest("rid is missing, and abort_all is not true")
+        raise InvalidRequest("rid is missing: name one, or set abort_all to true")
     keys = None if order.abort_all else [hash_key(f"sglang_generate:{order.rid}")]
     return {"aborted": await _abort(request.services, request.head.run, keys)}
 
@@ -329,7 +329,7 @@ async def abort_request(request: Request) -> dict[str, Any]:
 )
 async def abort_requests(request: Request) -> dict[str, Any]:
     """The generations of the turns whose requests had these `request_id`s, in any process. Without ids every one on
-    `/abort_requests`, as at vLLM, where the other route wants a list, and aborts nothing for an empty one."""
+    `/abort_requests`, as in vLLM; the other route requires a list, and aborts nothing for an empty one."""
     ids = (await request.body_of(AbortRequests)).request_ids
     if request.route.path == ABORTS_ALL:
         ids = ids or None
@@ -351,7 +351,7 @@ async def _abort(app: Services, run: str | None, keys: list[str] | None) -> int:
 
 @route(
     (*(f"GET {path}" for path in REFUSED_GETS), *(f"POST {path}" for path in REFUSED_POSTS)),
-    "Refused: the engines' own",
+    "Refused: routes of the engines themselves",
     "admin",
     json_reply(ANYTHING),
     errors=(InvalidRequest, Unsupported),
@@ -359,5 +359,7 @@ async def _abort(app: Services, run: str | None, keys: list[str] | None) -> int:
 )
 async def refuse(request: Request) -> Response:
     """400: the request is meant for one engine's ranks. The message names the engines' own addresses."""
-    engines = ", ".join(member.url for member in request.services.engines.serving(request.head.run)) or "there are none"
-    raise Unsupported(f"{request.route.path} is an engine's own: send it to the engines themselves ({engines})")
+    engines = (
+        ", ".join(member.url for member in request.services.engines.serving(request.head.run)) or "no engine is known"
+    )
+    raise Unsupported(f"{request.route.path} must be sent to the engines themselves ({engines})")

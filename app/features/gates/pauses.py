@@ -120,7 +120,7 @@ class Pauses:
 
         if await self._fleet.append(extended, lease_s=lease_s) is None:
             what = "the fleet" if name is None else f"adapter {name:.128}"
-            raise PauseEnded(f"{what}{_of(run)} is no longer paused for the {closings}. time")
+            raise PauseEnded(f"{what}{_of(run)}: pause {closings} has ended and cannot be renewed")
 
     async def resume_adapter(self, run: str | None, name: str, version: str | None) -> None:
         """Open an adapter's gate; an unknown adapter becomes known. `version` is its weight version.
@@ -314,10 +314,10 @@ class Pauses:
             try:
                 await self._expire()
             except AppError as error:
-                log.warning("a gate whose lease has run out could not be opened yet: %s", error)
+                log.warning("a gate whose lease has expired could not be opened yet: %s; retrying", error)
                 await asyncio.sleep(RETRY_S)
             except Exception:
-                log.exception("an unexpected fault in opening a gate whose lease has run out")
+                log.exception("unexpected error while opening a gate whose lease has expired")
                 await asyncio.sleep(RETRY_S)
 
     async def _expire(self) -> None:
@@ -339,7 +339,7 @@ class Pauses:
             return AdapterResumed(name, due.closings, "lease_expired", run=run)
 
         if await self._fleet.append(opened) is not None:
-            log.warning("adapter %r%s: the pause's lease has run out, its gate is open again", name, _of(run))
+            log.warning("adapter %r%s: the pause's lease has expired, its gate is open again", name, _of(run))
 
     async def _expire_fleet(self, run: str | None, due: Gate) -> None:
         """Every process tells the engines, in case the one that opens the gate dies before it has.
@@ -353,12 +353,12 @@ class Pauses:
             )
         )
         if opened is not None:
-            log.warning("the fleet%s: the pause's lease has run out, its gate is open again", _of(run))
+            log.warning("the fleet%s: the pause's lease has expired, its gate is open again", _of(run))
         elif not self._fleet.fleet.gates_of(run).fleet.is_shut:
             return
         for url, told in (await self._tell_engines(run)).items():
             if not told["ok"]:
-                log.warning("%s could not be told what the fleet's gate is: %s", url, told["error"])
+                log.warning("%s could not be told the state of the fleet's gate: %s", url, told["error"])
 
 
 def _closings(gate: Gate) -> int:

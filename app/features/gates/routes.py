@@ -30,7 +30,7 @@ AdapterName = Annotated[
     str,
     Path(min_length=1, max_length=MAX_NAME, pattern=NO_NUL, description="An adapter's name; slashes need no encoding."),
 ]
-Run = Annotated[str | None, Path(pattern=ID, description="The run whose turns alone it is about.")]
+Run = Annotated[str | None, Path(pattern=ID, description="Concerns only this run's turns.")]
 Lease = Annotated[float, Field(gt=0, le=MAX_LEASE_S, allow_inf_nan=False)]
 
 
@@ -209,7 +209,7 @@ def reply(state: Mapping[str, Any], engines: Mapping[str, reply_types.Told]) -> 
         return JSONResponse(body)
     gate = "" if "paused" not in state else f"the gate is {'shut' if state['paused'] else 'open'}, but "
     why = engines[failed[0]]["error"]
-    error = EnginesFailed(f"{gate}{len(failed)} of {len(engines)} engines did not take the order: {failed[0]}: {why}")
+    error = EnginesFailed(f"{gate}{len(failed)} of {len(engines)} engines failed: {failed[0]}: {why}")
     return JSONResponse({**error.body(), **body}, error.status, error.headers())
 
 

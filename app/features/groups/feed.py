@@ -99,16 +99,17 @@ class FeedQuery(Selection, RowQuery):
     model_config = ConfigDict(extra="forbid")
 
     consumer: str = Field(
-        pattern=ID, description="The consumer's name. Groups that it has not acknowledged are given to it again."
+        pattern=ID,
+        description="The consumer's name. Groups that it has leased and not acknowledged are given to it again.",
     )
     run: str | None = Field(
         default=DEFAULT_RUN, pattern=RUN_OR_ALL, description="Only groups of this run; `*`: of all runs."
     )
     size: int = Field(default=1, ge=1, le=MAX_SIZE, description="Maximum number of groups.")
     lease_s: float = Field(default=600, ge=1, le=MAX_LEASE_S, description="Duration of the lease in seconds.")
-    attempts: int = Field(default=1, ge=1, le=2**31 - 1, description="Only groups with at least so many attempts.")
+    attempts: int = Field(default=1, ge=1, le=2**31 - 1, description="Only groups with at least this many attempts.")
     new_only: bool = Field(default=False, description="Only groups without a lease.")
-    explain: bool = Field(default=False, description="Say also what was left out, and why.")
+    explain: bool = Field(default=False, description="Also say what was left out, and why.")
 
     def of_rows(self) -> ExportQuery:
         """What is asked of the rows of a group; how old it may be is asked of the group as a whole."""
@@ -190,7 +191,7 @@ class Feed:
         if not every and run is None:
             others = await self._database.read(partial(group_reads.runs_of, group_id=group_id, limit=RUNS_NAMED + 1))
             if len(others) > 1:
-                raise InvalidRequest(f"run is missing: {_named(others)} have a group of this id")
+                raise InvalidRequest(f"run is missing: {_named(others)} have a group with this id")
             key = GroupKey(others[0], group_id) if others else key
             every = await self._attempts(key)
         if not every:
@@ -218,7 +219,7 @@ class Feed:
         for at in range(0, len(distinct), ACKS_AT_ONCE):
             part = await self._writer.submit(Acknowledge(consumer, run, distinct[at : at + ACKS_AT_ONCE]))
             if part is None:
-                busy = "the run, or the store, is being taken back to a checkpoint: nothing is acknowledged meanwhile"
+                busy = "the run, or the store, is being restored to a checkpoint: acknowledge again after that"
                 raise CheckpointBusy(busy)
             every.acknowledged.extend(part.acknowledged)
             every.already.extend(part.already)

@@ -24,7 +24,7 @@ from turnlog.rows import Acknowledged, LeasedGroup
 
 route = Routes("Export")
 
-OF_RUN = "Its run. Without it: the default run, else the only run that has a group of this id."
+OF_RUN = "The group's run. By default the default run, else the only run that has a group with this id."
 
 
 class GroupListQuery(Selection):
@@ -50,12 +50,12 @@ class Acknowledgement(BaseModel):
     "GET /export/groups",
     "Lease complete groups to a consumer",
     "admin",
-    Reply("One group a line; empty if there is none.", {NDJSON: LeasedGroup[dict[str, Any]]}),
+    Reply("One group per line; empty if there is none.", {NDJSON: LeasedGroup[dict[str, Any]]}),
     errors=(InvalidRequest, *WRITE),
     of_run="query",
 )
 async def hand_out(request: Request, query: Annotated[FeedQuery, Query()]) -> StreamingResponse:
-    """Up to `size` complete groups as NDJSON, one a line, leased to the consumer before the first byte is sent."""
+    """Up to `size` complete groups as NDJSON, one per line, leased to the consumer before the first byte is sent."""
     return await started(await _groups(request).feed.hand_out(query), NDJSON)
 
 

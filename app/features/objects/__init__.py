@@ -99,8 +99,8 @@ async def absent(services: Services) -> None:
     url = await services.database.read(url_of_objects)
     if url is not None and await services.database.read(has_objects):
         raise StartupError(
-            f"replay payloads of this store are in object storage: set TURNLOG_PAYLOADS={url}, and let "
-            "TURNLOG_FEATURES name objects"
+            f"replay payloads of this store are in object storage: set TURNLOG_PAYLOADS={url}, and add objects "
+            "to TURNLOG_FEATURES"
         )
 
 

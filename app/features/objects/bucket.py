@@ -132,7 +132,7 @@ class Bucket:
         except AlreadyExistsError:
             if await self.read(name) != body:
                 self.counters.failed += 1
-                raise PayloadsUnavailable(f"{self.url}/{name} is another store's") from None
+                raise PayloadsUnavailable(f"{self.url}/{name} belongs to another store") from None
         except _FAULTS as error:
             if self._is_full(error, len(body)):
                 self.counters.failed += 1
@@ -221,8 +221,8 @@ class Bucket:
     def consequence_of_versions(self) -> str:
         """What follows from kept versions for who runs the store."""
         if self.url.startswith("s3://"):
-            return "an erasure deletes those too"
-        return "nothing is deleted there; turn versioning off"
+            return "an erasure also deletes those"
+        return "Turnlog deletes nothing there; turn versioning off"
 
     def _delete_versions(self, name: str) -> None:
         """Delete all versions of an object, since a deletion alone would hide it. obstore has no call for versions;

@@ -190,7 +190,7 @@ class Objects:
                 log.warning("objects could not be deleted: %s", error)
                 pause = RETRY_S
             except Exception:
-                log.exception("an unexpected fault while objects were deleted")
+                log.exception("unexpected error while deleting objects")
                 pause = RETRY_S
 
     async def look(self) -> None:
@@ -236,8 +236,8 @@ class Objects:
             self._is_owner = await self.bucket.owner(own) == own
             if not self._is_owner:
                 log.warning(
-                    "%s belongs to another store, or to this one before a restore: nothing is deleted there, and "
-                    "erasures wait; if no other store uses it, delete the object %s there",
+                    "%s belongs to another store, or to this one before a restore: Turnlog deletes nothing "
+                    "there, and erasures wait; if no other store uses it, delete its object %s",
                     self.bucket.url,
                     names.OWNER,
                 )
@@ -266,7 +266,7 @@ class Objects:
                     return await self._empty(dead)
                 await self.bucket.delete(dead.name)
             except (ValueError, TypeError) as error:  # obstore's for a path that is none
-                log.error("%.200r is the name of no object, and is not deleted: %s", dead.name, type(error).__name__)
+                log.error("%.200r is not an object's name, and is not deleted: %s", dead.name, type(error).__name__)
                 return True
             reach("after_object_deleted")
             return True
@@ -303,7 +303,7 @@ class Objects:
                 return
             objects = {name: parsed for name in page if (parsed := names.parsed(name)) is not None}
             if count := await self._writer.submit(rows.QueueUnreferenced(fence, objects)):
-                log.info("%d objects that nothing refers to will be deleted", count)
+                log.info("%d unreferenced objects will be deleted", count)
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, None]], room: asyncio.Semaphore) -> None:

@@ -46,7 +46,7 @@ def add_to(services: Services) -> TracedTurns | None:
         from app.features.otel.spans import SpanMaker
     except ImportError as error:
         log.warning(
-            "no spans are sent to OpenTelemetry, since %s is not installed: %s", error.name, install_command("otel")
+            "no spans are sent to OpenTelemetry, because %s is not installed: %s", error.name, install_command("otel")
         )
         return None
     from app.features.otel.turns import TracedTurns

@@ -87,7 +87,7 @@ class SpanSender:
                 spans.extend(self._maker.spans(noted))
             except Exception:  # the thread's outermost edge: the others' spans are still sent
                 self.counts["refused"] += noted.spans
-                log.exception("a span of session %s could not be made", noted.session_id)
+                log.exception("a span of session %s could not be created", noted.session_id)
         return spans
 
     def _send(self, spans: list[ReadableSpan]) -> None:
@@ -98,11 +98,11 @@ class SpanSender:
         if is_taken is self._is_failing:
             self._is_failing = not is_taken
             if is_taken:
-                log.info("the OpenTelemetry collector takes spans again")
+                log.info("the OpenTelemetry collector accepts spans again")
             else:
                 log.warning(
-                    "the OpenTelemetry collector does not take spans: they are dropped, and turns go on; "
-                    "turnlog_otel_spans_total counts them"
+                    "the OpenTelemetry collector does not accept spans: they are dropped, turns are not "
+                    "affected; turnlog_otel_spans_total counts them"
                 )
 
 

@@ -87,7 +87,7 @@ def entries(folder: pathlib.Path = FOLDER) -> list[Route]:
 def _served(request: Request, file: _File | None) -> Response:
     """The file, or 304 if the browser has it. Raises NotFound."""
     if file is None:
-        raise NotFound("the page has no such file")
+        raise NotFound("the page has no file of this name")
     headers = {**HEADERS, "etag": file.etag}
     known = (tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(","))
     if file.etag in known:

@@ -90,7 +90,7 @@ class SessionListParameters(SessionQuery):
     columns: Columns = None
 
 
-Run = Annotated[str | None, Query(pattern=ID, description="Only of this run.")]
+Run = Annotated[str | None, Query(pattern=ID, description="Only this run.")]
 
 
 @route.for_the_page("/me", of_run="any")
@@ -187,7 +187,7 @@ async def turn_messages(
     session_id: SessionId,
     start: TurnStart = 1,
     limit: TurnLimit = MAX_TURNS,
-    whole: Annotated[bool, Query(description="Also what is long.")] = False,
+    whole: Annotated[bool, Query(description="Do not shorten long messages.")] = False,
 ) -> object:
     """The own messages of the first of these turns; of one in flight here, its request's."""
     return await page_of(request).turns.messages(session_id, start, limit, whole=whole)
@@ -197,7 +197,9 @@ async def turn_messages(
 async def find(
     request: Request,
     session_id: SessionId,
-    text: Annotated[str, Query(min_length=1, max_length=200, pattern=NO_NUL, description="In any case.")],
+    text: Annotated[
+        str, Query(min_length=1, max_length=200, pattern=NO_NUL, description="The text, in upper or lower case.")
+    ],
 ) -> object:
     """The turns whose own messages have a text."""
     return await page_of(request).turns.find(session_id, text)
@@ -260,7 +262,7 @@ async def rollouts_texts(
         Query(
             min_length=1,
             max_length=COLUMNS,
-            description="A rollout and its turn, `id@branch/7`; turn 0 is the task, none is no step.",
+            description="A rollout and its turn, `id@branch/7`; turn 0 is the task; without a turn there is no step.",
         ),
     ],
 ) -> object:

@@ -88,7 +88,7 @@ class BranchTokens(msgspec.Struct, frozen=True):
     exported: bool
 
 
-TEXT_ONLY = 'this session was created with capture "text": its engine is asked for no tokens'
+TEXT_ONLY = 'this session was created with capture "text": it has no tokens'
 
 
 class TurnRange(msgspec.Struct, frozen=True):

@@ -33,7 +33,7 @@ def decoder(path: str) -> Decode:
     except OSError as error:
         raise StartupError(f"{name}: {file} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:
-        raise StartupError(f"{name}: {file} is no tokenizer: {error}") from error
+        raise StartupError(f"{name}: {file} is not a valid tokenizer: {error}") from error
     loaded = Tokenizer.from_buffer(content)
 
     def decode(ids: Sequence[int]) -> str:

@@ -258,7 +258,7 @@ def _decoded(message: bytes) -> object:
     try:
         return msgspec.json.decode(message)
     except msgspec.MsgspecError as error:
-        raise CorruptContent(f"a stored message is no JSON: {error}") from error
+        raise CorruptContent(f"a stored message is not JSON: {error}") from error
 
 
 def _role(message: object) -> str:

@@ -229,7 +229,7 @@ class Watch:
                 failed = False
             except AppError as error:
                 if not failed:
-                    log.warning("the log cannot be followed, listeners wait: %s", error)
+                    log.warning("the event log cannot be read, listeners of the page wait: %s", error)
                 failed = True
 
     async def _has_changed(self) -> bool:
@@ -244,7 +244,7 @@ class Watch:
         new, rows = await self._changes(self._position.place, BATCH, at_gates, came_or_went)
         if not new.holds:
             log.warning(
-                "the log's event at %s, which listeners have seen, is lost: they read the list again", self._position
+                "the event at %s is no longer in the log: listeners of the page reload the list", self._position
             )
             self._position = await self._present()
             for listener in self._listeners:
@@ -260,7 +260,7 @@ class Watch:
         """The polling task has ended: cancelled without listeners, or failed, so that listeners must reconnect."""
         if polling.cancelled():
             return
-        log.error("an unexpected fault in following the log", exc_info=polling.exception())
+        log.error("unexpected error while following the event log", exc_info=polling.exception())
         if self._polling is polling:
             self._polling = None
         for listener in self._listeners:

@@ -67,11 +67,14 @@ async def get_public_url(request: Request) -> reply_types.PublicUrl:
     }
 
 
-@route("DELETE /public-url", "Take the public address back", "admin", NO_CONTENT, errors=(InvalidRequest, *WRITE))
+@route(
+    "DELETE /public-url", "Withdraw the server's public address", "admin", NO_CONTENT, errors=(InvalidRequest, *WRITE)
+)
 async def delete_public_url(
-    request: Request, url: Annotated[str | None, Query(description="Only if it is this one.")] = None
+    request: Request,
+    url: Annotated[str | None, Query(description="Withdraw the address only if it is this one.")] = None,
 ) -> None:
-    """The address is `TURNLOG_PUBLIC_URL` again, or that of each request."""
+    """New sessions get a `url` below `TURNLOG_PUBLIC_URL` again, or below the request's own address."""
 
     def taken_back(fleet: Fleet) -> PublicUrlSet | None:
         given = fleet.public_url

@@ -129,7 +129,7 @@ class Resume:
         try:
             return await self._continued(turn, call, staged, continuation)
         except TakesNoIds as engine:
-            await staged.drop(f"{engine} takes no token ids")
+            await staged.drop(f"{engine} does not accept token ids")
             return None
 
     # a generation that an engine ended early
@@ -141,7 +141,7 @@ class Resume:
         try:
             continued = await self._after_abort(turn, call, staged, first)
         except TakesNoIds as engine:
-            raise UpstreamUnreachable(f"{first.answer.engine} died, and {engine} takes no token ids") from engine
+            raise UpstreamUnreachable(f"{first.answer.engine} died, and {engine} does not accept token ids") from engine
         if continued is not None:
             return continued
         if not first.answer.is_native:
@@ -160,7 +160,7 @@ class Resume:
             if self._is_late(turn):
                 return None
             if policy == "fail":
-                raise GenerationAborted(f"{first.answer.engine} ended the generation before its time")
+                raise GenerationAborted(f"{first.answer.engine} ended the generation early")
             if policy == "return" or not await self._was_shut(turn):
                 return None
             engine, is_chat = first.answer.engine, turn.request.shape == "chat"

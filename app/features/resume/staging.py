@@ -171,7 +171,9 @@ class StagedTurn:
             self._is_lost = not await self._writer.submit(operation)
         except AppError as error:
             self._is_lost = True
-            log.warning("session %s: turn %d is no longer staged: %s", self._session_id, self._turn, error)
+            log.warning(
+                "session %s: the tokens of turn %d are no longer staged: %s", self._session_id, self._turn, error
+            )
         finally:
             self._writing = None
         self.counters.turns["staged"] += row.number == 0 and not self._is_lost
@@ -194,20 +196,20 @@ class StagedTurn:
         rows = list(_contiguous(left.rows))
         answers = await asyncio.to_thread(_answers, rows, self.is_native)
         if len(rows) < len(left.rows) or not answers:
-            await self.drop(f"what was staged under fence {left.fence} cannot be continued")
+            await self.drop(f"the tokens staged under fence {left.fence} cannot be continued")
             return []
         self._rows, self._parts = len(rows), rows[-1].part + 1
         return answers
 
     def restored(self, tokens: int) -> None:
         """The turn goes on from so many tokens."""
-        log.info("session %s: turn %d goes on from %d tokens", self._session_id, self._turn, tokens)
+        log.info("session %s: turn %d continues from %d staged tokens", self._session_id, self._turn, tokens)
         self.counters.turns["restored"] += 1
         self.counters.tokens_restored += tokens
 
     async def drop(self, why: str) -> None:
         """The turn is generated anew. Raises StoreUnavailable, StoreFull."""
-        log.warning("session %s: turn %d is generated anew: %s", self._session_id, self._turn, why)
+        log.warning("session %s: turn %d is generated from the start: %s", self._session_id, self._turn, why)
         self.counters.turns["anew"] += 1
         self._rows = self._parts = 0
         await self._writer.submit(DropStaged(*self._held))

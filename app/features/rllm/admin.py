@@ -81,7 +81,7 @@ async def add_worker(request: Request) -> dict[str, str]:
         raise InvalidRequest("url is required")
     base = plain_base_url(body.url)
     if (body.api_path or API_PATH).rstrip("/") != API_PATH:
-        raise Unsupported(f"api_path: engines are asked below {API_PATH}")
+        raise Unsupported(f"api_path must be {API_PATH}")
     listed = await request.services.engine_pool.put(base, "serving")
     return {"worker_id": _id(listed.member.url), "url": listed.member.url, "api_path": API_PATH}
 
@@ -101,19 +101,19 @@ async def remove_worker(
     return {"removed": worker_id}
 
 
-@route("POST /admin/flush", "Nothing: a reply is on disk before it leaves", "admin", json_reply(ANYTHING))
+@route("POST /admin/flush", "Does nothing: every reply is on disk before it is sent", "admin", json_reply(ANYTHING))
 async def flush(request: Request) -> dict[str, str]:
     return {"status": "flushed"}
 
 
-@route("POST /admin/reload", "Nothing, as at the gateway", "admin", json_reply(ANYTHING))
+@route("POST /admin/reload", "Does nothing, as in rLLM's gateway", "admin", json_reply(ANYTHING))
 async def reload(request: Request) -> dict[str, str]:
     return {"status": "ok"}
 
 
 @route("GET /admin/weight_version", "The trainer's weight version", "page", json_reply(ANYTHING), errors=WRITE)
 async def get_weight_version(request: Request) -> dict[str, int | None]:
-    """Null where none was set, or one that is no number."""
+    """Null if none was set, or if it is not a number."""
     version = (await request.services.fleet.refresh()).gates.fleet.version
     return {"weight_version": int(version) if version is not None and is_number(version) else None}
 

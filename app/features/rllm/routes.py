@@ -36,7 +36,7 @@ AT_ONCE = 100
 PAGE = 1000
 
 Since = Annotated[float | None, Query(description="Only what is not older, in seconds since the epoch.")]
-Limit = Annotated[int | None, Query(description="At most so many, the oldest first.")]
+Limit = Annotated[int | None, Query(description="Maximum number of traces, the oldest first.")]
 
 
 class GatewaySession(CreateSession):
@@ -72,7 +72,7 @@ class TracedSession(msgspec.Struct):
 
 @route(
     "POST /rllm/sessions",
-    "Create a session, also of a name that was deleted",
+    "Create a session, also under the name of a deleted one",
     "admin",
     json_reply(ANYTHING, "The session, as `POST /sessions` tells it, by the name that was given."),
     errors=(*BODY, SessionExists, *WRITE),
@@ -81,8 +81,8 @@ class TracedSession(msgspec.Struct):
     example={"session_id": "task-17:0", "sampling_params": {"temperature": 1.0}},
 )
 async def create_session(request: Request) -> dict[str, Any]:
-    """What `POST /sessions` is where this feature is on. A session without a turn may be created anew with another
-    body; one that has turns is 409, since its traces would be of two."""
+    """Replaces `POST /sessions` if this feature is on. A session without a turn may be created again with another
+    body; one that has turns is 409, since its traces would mix two."""
     app = request.services
     given = await request.body_of(GatewaySession)
     name = given.session_id
@@ -93,7 +93,7 @@ async def create_session(request: Request) -> dict[str, Any]:
     }
     if given.sampling_params is not None:
         if given.params is not None:
-            raise InvalidRequest("sampling_params and params are two names of one thing; give one of them")
+            raise InvalidRequest("sampling_params and params mean the same; give one of them")
         params, model = pinned(given.sampling_params)
         fields |= {"params": params or None, "model": model or given.model}
     body = given.model_copy(update=fields)
@@ -124,7 +124,7 @@ async def _begin_anew(app: Services, run: str | None, name: str) -> bool:
     errors=READ,
 )
 async def list_sessions(request: Request, since: Since = None, limit: Limit = None) -> StreamingResponse:
-    """What `GET /sessions` is where this feature is on and nothing but `since` and `limit` is asked for. Newest
+    """Replaces `GET /sessions` if this feature is on and only `since` and `limit` are given. Newest
     first."""
     return await started(_array(_sessions(request.services, since, limit)), JSON)
 
@@ -153,7 +153,7 @@ async def _sessions(app: Services, since: float | None, limit: int | None) -> As
     of_run="session",
 )
 async def get_session(request: Request, session_id: SessionId) -> StreamingResponse:
-    """What `GET /sessions/{session_id}` is where this feature is on. `metadata` has what was given at create too."""
+    """Replaces `GET /sessions/{session_id}` if this feature is on. `metadata` also has what was given at create."""
     app = request.services
     live = await app.sessions.require(session_id)
     beside = {
@@ -173,7 +173,7 @@ async def get_session(request: Request, session_id: SessionId) -> StreamingRespo
     of_run="session",
 )
 async def delete_session(request: Request, session_id: SessionId) -> dict[str, int]:
-    """What `DELETE /sessions/{session_id}` is where this feature is on: the session is closed, and its name may be used
+    """Replaces `DELETE /sessions/{session_id}` if this feature is on: the session is closed, and its name may be used
     again. Its rows stay in exports."""
     return {"deleted": await _delete(request.services, session_id)}
 
@@ -188,7 +188,7 @@ async def delete_session(request: Request, session_id: SessionId) -> dict[str, i
     optional_body=True,
 )
 async def batch_delete(request: Request) -> dict[str, int]:
-    """As `DELETE` of each. A name that is not there is nothing deleted."""
+    """As `DELETE` of each. Unknown names are ignored."""
     app = request.services
     names = list(dict.fromkeys((await request.body_of(SessionIds)).session_ids))
     deleted = 0
@@ -228,7 +228,7 @@ async def _delete(app: Services, session_id: str) -> int:
 async def session_traces(
     request: Request, session_id: SessionId, since: Since = None, limit: Limit = None
 ) -> StreamingResponse:
-    """Each committed turn as rLLM's `TraceRecord`, in the order of their commits. Of an unknown name there are none."""
+    """Each committed turn as rLLM's `TraceRecord`, in the order of their commits; none for an unknown name."""
     app = request.services
     return await started(_array(_traces(app, [session_id], since, limit)), JSON)
 
@@ -243,7 +243,7 @@ async def session_traces(
     optional_body=True,
 )
 async def query_traces(request: Request) -> StreamingResponse:
-    """`since` and `limit` are of each session."""
+    """`since` and `limit` apply to each session."""
     app = request.services
     query = await request.body_of(TraceQuery)
     ids = [await app.names.newest(request.head.run, id_of(name)) for name in query.session_ids]
@@ -258,7 +258,7 @@ async def get_trace(
     session_id, _, number = trace_id.rpartition(".")
     try:
         if not (number.isascii() and number.isdigit()) or await _is_deleted(app, session_id):
-            raise NotFound("no such trace")
+            raise NotFound("this trace does not exist")
         return await traces.one(app.database, session_id, int(number))
     except (NotFound, SessionNotFound):
         raise NotFound(f"Trace {trace_id} not found") from None

@@ -14,24 +14,26 @@ route = Routes("Runs")
 
 @route(
     "POST /runs/{run}/token",
-    "Make the run's token anew",
+    "Create the run's token, or replace it",
     "admin",
-    json_reply(reply_types.RunToken, "The token. It is told here alone, and stored nowhere."),
+    json_reply(reply_types.RunToken, "The token. Only this reply shows it; the server does not store it."),
     errors=(InvalidRequest, *WRITE),
 )
 async def make_token(request: Request, run: RunName) -> reply_types.RunToken:
-    """A token that opens everything within the run and nothing outside. The run's token of before ends.
+    """A token for everything within the run and nothing outside. It replaces the run's earlier token.
 
     Another process of the server may take the former token for half a second more.
     """
     if not request.services.tokens.are_needed:
-        raise InvalidRequest("the server takes requests without a token; a run's token needs TURNLOG_ADMIN_TOKEN")
+        raise InvalidRequest(
+            "a run's token requires TURNLOG_ADMIN_TOKEN, which is not set: the server accepts requests without a token"
+        )
     return {"run": run, "token": await _run_tokens(request).make(run)}
 
 
-@route("DELETE /runs/{run}/token", "End the run's token", "admin", NO_CONTENT, errors=(InvalidRequest, *WRITE))
+@route("DELETE /runs/{run}/token", "Revoke the run's token", "admin", NO_CONTENT, errors=(InvalidRequest, *WRITE))
 async def end_token(request: Request, run: RunName) -> None:
-    """The run has no token any more, also where it had none."""
+    """The run then has no token; it need not have had one."""
     await _run_tokens(request).end(run)
 
 

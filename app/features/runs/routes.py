@@ -23,7 +23,9 @@ route = Routes("Runs")
 
 
 ERASING = Reply(
-    "Erased from the database; object storage or archives may still have some of it: repeat.", {}, status=202
+    "Erased from the database; object storage or archives may still have some of it: repeat the request.",
+    {},
+    status=202,
 )
 
 
@@ -77,7 +79,7 @@ async def get_run(request: Request, run: RunName) -> Mapping[str, Any]:
 
 @route(
     "PUT /runs/{run}",
-    "Give a run its limits, metadata and note",
+    "Set a run's limits, metadata and note",
     "admin",
     json_reply(reply_types.Run, "The run."),
     errors=(*BODY, RunClosed, *WRITE),
@@ -86,7 +88,7 @@ async def get_run(request: Request, run: RunName) -> Mapping[str, Any]:
     example={"limits": {"live": 512}, "note": "baseline"},
 )
 async def put_run(request: Request, run: RunName) -> Mapping[str, Any]:
-    """Give a run its limits, metadata and note, in place of those before. The run need not have a session yet."""
+    """Set a run's limits, metadata and note, in place of those before. The run need not have a session yet."""
     if not run.strip("."):
         raise InvalidRequest("run must not be only dots")  # a client may take it for a relative path
     body = await request.body_of(GivenRun)

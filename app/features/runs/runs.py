@@ -165,9 +165,9 @@ class Runs:
             try:
                 await self._round()
             except AppError as error:
-                log.warning("runs are not looked after: %s", error)
+                log.warning("limits and ends of runs are delayed: %s; retrying", error)
             except Exception:
-                log.exception("an unexpected fault while runs were looked after")
+                log.exception("unexpected error in the upkeep of runs")
             await asyncio.sleep(EVERY_S)
 
     async def _round(self) -> None:
@@ -197,7 +197,7 @@ class Runs:
         try:
             is_ended = await end(run)
         except AppError as error:
-            log.warning("run %s cannot be ended yet: %s", run, error)
+            log.warning("run %s cannot be closed or erased yet: %s", run, error)
         if is_ended:
             self._again_at.pop(run, None)
         else:

@@ -40,7 +40,7 @@ async def absent(services: Services) -> None:
     try:
         await _discard_index(services.database)
     except (AppError, OSError) as error:
-        log.warning("a search index that nobody keeps up cannot be removed: %s", error)
+        log.warning("the index of the search, which is off, could not be removed: %s", error)
 
 
 def add_to(app: Services) -> Search:
@@ -77,7 +77,7 @@ async def _discard_index(database: Database) -> None:
 
     if database.is_sqlite:
         if remove_file(index_file(database)):
-            log.warning("the search is off: its index has been removed")
+            log.warning("search is off: its index has been removed")
         return
     look = sql("SELECT to_regclass('search_messages') IS NOT NULL")
     if await database.read(lambda connection: connection.execute(look).scalar_one()):

@@ -100,14 +100,14 @@ class Follower:
                     await asyncio.sleep(IDLE_S)
                 self._metrics.set("turnlog_search_behind_events", 0)
             except (PositionGone, InvalidRequest) as error:
-                log.warning("the search index is made anew: %s", error)
+                log.warning("rebuilding the search index: %s", error)
                 is_outdated = True
                 continue
             except AppError as error:
-                log.warning("the search index waits: %s", error)
+                log.warning("the search index is not being updated: %s; retrying", error)
                 self._metrics.add("turnlog_search_failures_total")
             except Exception:
-                log.exception("an unexpected fault while the search index was filled")
+                log.exception("unexpected error while filling the search index")
                 self._metrics.add("turnlog_search_failures_total")
             await asyncio.sleep(RETRY_S)
 

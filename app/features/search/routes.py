@@ -50,8 +50,8 @@ class SearchQuery(SessionConditions):
 
     q: Text = Field(default=None, max_length=1000, description="Words and phrases.")
     role: Text = Field(default=None, max_length=64, description="Only messages of this role.")
-    tool: Text = Field(default=None, max_length=256, description="Only calls of this tool, and its results.")
-    finish_reason: Text = Field(default=None, max_length=64, description="Only replies that ended so.")
+    tool: Text = Field(default=None, max_length=256, description="Only calls of this tool and their results.")
+    finish_reason: Text = Field(default=None, max_length=64, description="Only replies with this finish reason.")
     session_id: str | None = Field(default=None, pattern=ID, description="Only this session.")
     limit: int = Field(default=20, ge=1, le=100, description=LIMIT)
     cursor: Cursor = None
@@ -137,7 +137,7 @@ def _hit(message: Message, head: HeadRow, query: SearchedFor | None) -> reply_ty
 
 @route(
     "GET /search",
-    "Find messages over all sessions",
+    "Search the messages of all sessions",
     "page",
     json_reply(reply_types.SearchPage, "The newest messages that match."),
     errors=(InvalidRequest, *READ),

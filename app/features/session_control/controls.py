@@ -166,7 +166,7 @@ class SessionControls:
             return
         member.sessions = holds
         if not holds:
-            log.warning("%s cannot hold sessions: session_control binds names to it, and opens nothing there", engine)
+            log.warning("%s does not support sessions: session_control only binds names to it", engine)
 
     def run_in_background(self, control_id: str, work: Awaitable[None]) -> asyncio.Task[None]:
         """Run `work` in the background, independent of the turn. Nobody else ends the name meanwhile."""
@@ -229,7 +229,7 @@ class SessionControls:
                 return
             end = store.EndOf(session_id, self.incarnation)
         except AppError as error:
-            log.warning("what session %s used last could not be looked up, it will expire: %s", session_id, error)
+            log.warning("the last affinity of session %s could not be looked up, it will expire: %s", session_id, error)
             return
         async with self._ending:
             self._close_all(await self.write_with_retry(end))
@@ -245,9 +245,9 @@ class SessionControls:
                 if tick % TICKS_A_SWEEP == 0:
                     await self._sweep()
             except AppError as error:
-                log.warning("affinities could not be looked through: %s", error)
+                log.warning("affinities could not be checked: %s", error)
             except Exception:
-                log.exception("an unexpected fault in looking through the affinities")
+                log.exception("unexpected error while checking affinities")
             tick += 1
             await asyncio.sleep(TICK_S)
 

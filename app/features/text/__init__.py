@@ -107,7 +107,7 @@ class TextCalls(EngineCalls):
         try:
             answer = await self._client.post(url, body, headers, turn.flight.waiter.grow)
         except NotSent as error:
-            raise UpstreamUnreachable(f"{upstream.name} cannot be connected to: {error}") from error
+            raise UpstreamUnreachable(f"cannot connect to {upstream.name}: {error}") from error
         except UNUSABLE as error:
             raise failure(upstream.name, error) from error
         stages.marks.append((TurnStage.VALIDATE, stages.clock()))
@@ -115,7 +115,7 @@ class TextCalls(EngineCalls):
             crash_points.reach("after_engine")
         require_status(upstream.name, answer.status)
         if answer.status == 401:
-            raise UpstreamUnauthorized(f"{upstream.name} does not take its key from TURNLOG_TEXT_UPSTREAMS")
+            raise UpstreamUnauthorized(f"{upstream.name} refused the key that TURNLOG_TEXT_UPSTREAMS has for it")
         answer.headers, answer.engine = http_headers.from_vendor(answer.headers), upstream.name
         if upstream.key is not None:
             _hide(answer, upstream.key)

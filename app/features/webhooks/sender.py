@@ -146,7 +146,7 @@ class Sender:
             except AppError as error:
                 log.warning("webhooks wait for the store: %s", error)
             except Exception:
-                log.exception("an unexpected fault in the sender of webhooks")
+                log.exception("unexpected error in the sender of webhooks")
             await asyncio.sleep(EVERY_S)
 
     async def _note_deaths(self) -> None:
@@ -193,12 +193,12 @@ class Sender:
             except Undelivered as error:
                 self._count(receiver, receiver.failures + 1)
                 pause = pause_s(receiver.failures)
-                log.warning("a webhook to %s waits %g s: %s", receiver.shown, pause, error)
+                log.warning("a webhook to %s is retried in %g s: %s", receiver.shown, pause, error)
             except AppError as error:
                 log.warning("webhooks wait for the store: %s", error)
                 pause = RETRY_S
             except Exception:
-                log.exception("an unexpected fault in a webhook to %s", receiver.shown)
+                log.exception("unexpected error in a webhook to %s", receiver.shown)
                 pause = RETRY_S
             await asyncio.sleep(pause)
 

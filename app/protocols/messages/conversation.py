@@ -39,7 +39,7 @@ def decode(decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, where: st
             raise InvalidRequest(f"{where}{path}.{missing[1]} is missing") from error
         raise InvalidRequest(f"{where}{path}: {what[:1].lower()}{what[1:_LONGEST]}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"{where} is not a value that can be read") from error
+        raise InvalidRequest(f"{where} cannot be parsed") from error
 
 
 def required(value: T | None, where: str) -> T:
@@ -167,7 +167,7 @@ def _source(block: Block, where: str) -> _Source:
 def _document(block: Block, where: str) -> str:
     """A document of text, with its title and context."""
     if is_given(block.citations) and decode(_CITATIONS, block.citations, f"{where}.citations").enabled:
-        raise Unsupported(f"{where}.citations: an engine does not cite")
+        raise Unsupported(f"{where}.citations: engines do not support citations")
     source = _source(block, f"{where}.source")
     if source.type != "text":
         raise unsupported("a source", source.type, f"{where}.source")
@@ -304,7 +304,7 @@ def conversation(
     """
     chat, states = translated(_Chat(), raws, continued, keeps_states=keeps_states)
     if not chat.has_begun:
-        raise InvalidRequest("messages must have a user's message")
+        raise InvalidRequest("messages must have a user message")
     messages = chat.end()
     if text := "\n\n".join(filter(None, [*system, *chat.leading])):
         messages.insert(0, as_raw({"role": "system", "content": text}))

@@ -100,7 +100,7 @@ def engine_fields(params: Params, *, has_limit: bool) -> Params:
     """
     for name, error in _UNSUPPORTED.items():
         if name in params and is_given(params[name]) and bytes(params[name]).strip() not in (b"[]", b'""'):
-            raise error(f"{name} cannot be carried to an engine")
+            raise error(f"{name} cannot be sent to an engine")
     limit = value_of(params.get("max_tokens"), "max_tokens")
     if limit is None and has_limit:
         raise InvalidRequest("max_tokens is missing")
@@ -134,7 +134,7 @@ def _output(params: Params) -> Params:
     if form is None and old is not None:
         form, where = decode(_FORMAT, old, "output_format"), "output_format"
     if is_given(config.task_budget):
-        raise Unsupported("output_config.task_budget cannot be carried to an engine")
+        raise Unsupported("output_config.task_budget cannot be sent to an engine")
     fields: Params = {}
     if config.effort is not None:
         fields["reasoning_effort"] = as_raw(_EFFORTS[config.effort])
@@ -260,7 +260,7 @@ def _choice_params(raw: msgspec.Raw | None, names: set[str], has_left_out: bool)
     if choice.type == "tool":
         name = required(choice.name, "tool_choice.name")
         if name not in names and has_left_out:
-            raise Unsupported("tool_choice.name is not the name of a tool that can be carried to an engine")
+            raise Unsupported("tool_choice.name is not the name of a tool that can be sent to an engine")
         if name not in names:
             raise InvalidRequest("tool_choice.name is not the name of one of the tools")
         value = {"type": "function", "function": {"name": name}}
@@ -268,7 +268,7 @@ def _choice_params(raw: msgspec.Raw | None, names: set[str], has_left_out: bool)
         raise InvalidRequest("tool_choice.type must be auto, any, tool or none")
     if not names:
         if choice.type == "any" and has_left_out:
-            raise Unsupported("tool_choice.type is any, but no tool can be carried to an engine")
+            raise Unsupported("tool_choice.type is any, but no tool can be sent to an engine")
         if choice.type == "any":
             raise InvalidRequest("tool_choice.type is any, but there are no tools")
         return {}

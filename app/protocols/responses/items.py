@@ -114,7 +114,7 @@ def one_of(value: Any, path: str, allowed: tuple[str, ...]) -> str:
 def unsupported(path: str, value: Any = None) -> Unsupported:
     """`value` is what stands there, if it is a short word of the protocol."""
     shown = f" {value[:MAX_SHOWN]!r}" if isinstance(value, str) else ""
-    return Unsupported(f"{path}{shown} is not supported: it cannot be carried to an engine")
+    return Unsupported(f"{path}{shown} is not supported: it cannot be sent to an engine")
 
 
 _TEXT = {"input_text": "text", "output_text": "text", "refusal": "refusal", "text": "text"}

@@ -320,7 +320,7 @@ def parse_responses(
     be compacted, as with `compaction_trigger` at its end."""
     given, many_values = fields_of(body, has_few_values, continued)
     if "messages" in given:
-        raise InvalidRequest("messages is not a field of this protocol; input is")
+        raise InvalidRequest("messages is not a field of this protocol; use input")
     stream = "stream" in given and flag(given.pop("stream"), "stream")
     if stream and compacts:
         raise unsupported("stream")

@@ -176,7 +176,7 @@ def read_choice(value: Any, tools: Tools) -> Choice:
 
 def _refuse_forced(path: str, tools: Tools) -> NoReturn:
     if tools.left_out:
-        raise Unsupported(f"{path} is required, and no tool can be carried to an engine")
+        raise Unsupported(f"{path} is required, and no tool can be sent to an engine")
     raise InvalidRequest(f"{path} is required, and there are no tools")
 
 

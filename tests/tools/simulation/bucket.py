@@ -32,7 +32,7 @@ class SimulatedBucket(Bucket):
 
     async def put(self, name: str, body: bytes) -> None:
         if await self._ask(lambda: self._objects.setdefault(name, body), self._world.weather.put_s) != body:
-            raise PayloadsUnavailable(f"{name} is another store's")
+            raise PayloadsUnavailable(f"{name} belongs to another store")
 
     async def copy(self, source: str, target: str) -> None:
         def copy() -> None:

@@ -46,7 +46,7 @@ class SimulatedPool(Pool):
         rng = self._world.rng
         await asyncio.sleep(rng.expovariate(200))
         if self._world.happens(self._world.weather.workers_fail):
-            raise Crashed([], 1.0) if rng.random() < 0.5 else QueueFull("1000 jobs wait for a worker already")
+            raise Crashed([], 1.0) if rng.random() < 0.5 else QueueFull("1000 jobs are already waiting for a worker")
         return job.run(work, memoryview(b"".join(pieces)))
 
     async def stop(self, grace_s: float) -> None:

@@ -24,7 +24,7 @@ def doctor(
     token: Token = None,
     as_json: Json = False,
 ) -> None:
-    """Check settings, database, engines, tokenizer, and say what to do. Exit code 1 where there is a problem."""
+    """Check settings, database, engines and tokenizer, and say what to do. The exit code is 1 if there is a problem."""
     found = []
     for one in _examined(url, current(token), generate=generate):
         found.append(one)

@@ -65,15 +65,15 @@ async def examine(
                 shut = f"the gate of adapter {name}{of_run} is shut"
                 found.append(warning("engines", shut, f"turnlog resume {name}{option}"))
     without = sorted(fleet.owners - {engine.run for engine in fleet.members(settings.upstreams)})
-    gone = "those of run {0} are gone: its turns are 503", "turnlog engines add URL --run {0}"
+    gone = "run {0} has no engines left: its turns get 503", "turnlog engines add URL --run {0}"
     return [*found, *(warning("engines", *(text.format(run) for text in gone)) for run in without)]
 
 
 def _none(told: Engines) -> Finding:
     if told is None:
         todo = "set TURNLOG_TOKEN to the server's admin token"
-        return warning("engines", "none is set here, and the server does not tell its own", todo)
-    return problem("engines", "there is none", "set TURNLOG_UPSTREAMS, or turnlog engines add URL")
+        return warning("engines", "TURNLOG_UPSTREAMS is not set here, and the server does not report its engines", todo)
+    return problem("engines", "no engine is known", "set TURNLOG_UPSTREAMS, or turnlog engines add URL")
 
 
 async def _look(
@@ -83,16 +83,26 @@ async def _look(
     headers = to_control(settings.upstream_api_key)
     info = await _asked(client, f"{url}/model_info", headers)
     if isinstance(info, str):
-        return [problem(area, info, "start it, or correct TURNLOG_UPSTREAMS; engines remove URL takes one out")]
+        return [
+            problem(
+                area,
+                info,
+                "start it, or correct TURNLOG_UPSTREAMS; turnlog engines remove URL removes one that was added",
+            )
+        ]
     parts = urlsplit(url)
     health = await _asked(client, f"{parts.scheme}://{parts.netloc}/health", headers)
     if not isinstance(health, str) and _fields(health.body.joined()).keys() >= {"session_server_instance_id", "writer"}:
         # It passes /v1/models on, so that it would look like its own engine.
-        return [problem(area, "another Turnlog is there, no engine", "name its engines in TURNLOG_UPSTREAMS instead")]
+        return [
+            problem(
+                area, "this is another Turnlog server, not an engine", "name its engines in TURNLOG_UPSTREAMS instead"
+            )
+        ]
     models = await _asked(client, f"{url}/v1/models", headers)
     if isinstance(models, str) or models.status != 200:
         why = models if isinstance(models, str) else f"/v1/models answers {models.status}"
-        key = "TURNLOG_UPSTREAM_API_KEY is what it was started with?"
+        key = "Is TURNLOG_UPSTREAM_API_KEY the key it was started with?"
         return [problem(area, why, f"is it an engine of SGLang or vLLM, without /v1 in its URL? {key}")]
     model = _model(models.body.joined())
     if model is None:
@@ -120,15 +130,15 @@ async def _generated(
         )
     except EngineError as error:
         return [
-            problem(area, f"no generation: {type(error).__name__}", "it answers, but does not generate: see its log")
+            problem(area, f"no generation: {type(error).__name__}", "it answers, but generates nothing: see its log")
         ]
     if reply.status != 200:
-        return [problem(area, f"a chat is answered {reply.status}", "see the engine's log")]
+        return [problem(area, f"it answers a chat with {reply.status}", "see the engine's log")]
     try:
         parsed = parse_reply(reply.body.joined(), Job(settings.upstream_dialect, None, [], [], [], 200, "", b""))
     except Rejected as error:
         todo = "start it so that it returns ids and logprobs of all tokens (docs/operations.md#watch)"
-        return [problem(area, f"its reply cannot be a turn: {error}", todo)]
+        return [problem(area, f"its reply cannot be recorded as a turn: {error}", todo)]
     said = parsed.reply
     facts = f"{said.output_tokens} tokens, each with id and logprob, finish {said.finish_reason}"
     found = [ok(area, f"{said.dialect}: {facts}")]
@@ -144,7 +154,7 @@ def _payloads(area: str, settings: Settings, parsed: Parsed) -> list[Finding]:
         kind for kind in settings.replay if returns(kind, settings.upstream_dialect, "chat") and kind not in there
     ]
     if missing:
-        todo = f"start it with what returns them (SGLang: --enable-return-{missing[0].replace('_', '-')}), or unset it"
+        todo = f"start it with the option for it (SGLang: --enable-return-{missing[0].replace('_', '-')}), or unset it"
         return [problem(area, f"TURNLOG_REPLAY asks for {', '.join(missing)}, which it does not return", todo)]
     return [ok(area, f"it returns {', '.join(settings.replay)}")] if settings.replay else []
 
@@ -154,11 +164,11 @@ def _same_prompt(area: str, parsed: Parsed, prompts: Prompts) -> Finding:
     theirs = array("i", parsed.tokens.suffix_ids)
     ours = prompts.first(MESSAGES, None, {})
     if theirs == ours:
-        return ok(area, "its prompt's ids are those of TURNLOG_TOKENIZER")
+        return ok(area, "its prompt ids match those of TURNLOG_TOKENIZER")
     at = next((n for n, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]), math.inf)
     place = f"id {at} differs" if at != math.inf else f"{len(theirs)} ids instead of {len(ours)}"
     todo = "is TURNLOG_TOKENIZER the model's own, with the chat template that the engine uses?"
-    return warning(area, f"its prompt is not that of TURNLOG_TOKENIZER: {place}", todo)
+    return warning(area, f"its prompt ids differ from those of TURNLOG_TOKENIZER: {place}", todo)
 
 
 async def _asked(client: EngineClient, url: str, headers: list[tuple[str, str]]) -> EngineReply | str:

@@ -28,7 +28,9 @@ def versions() -> Iterator[Finding]:
     try:
         needed = [line for line in requires("turnlog") or [] if _OF_SERVER.search(line)]
     except PackageNotFoundError:
-        yield warning("packages", "turnlog itself is not installed as a package", "pip install its wheel or checkout")
+        yield warning(
+            "packages", "turnlog itself is not installed as a package", "install its wheel or checkout with pip"
+        )
         return
     running = sys.version.split()[0]
     beyond = _beyond(running, metadata("turnlog")["Requires-Python"])
@@ -40,12 +42,14 @@ def versions() -> Iterator[Finding]:
         )
     wrong = [fault for line in needed if (fault := _fault(line)) is not None]
     for fault in wrong:
-        yield problem("packages", fault, "install turnlog anew, best from ops/deploy/requirements.lock")
+        yield problem("packages", fault, "reinstall turnlog, best from ops/deploy/requirements.lock")
     if not wrong:
-        yield ok("packages", f"turnlog {version('turnlog')}, {len(needed)} packages as it needs them")
+        yield ok("packages", f"turnlog {version('turnlog')}, {len(needed)} packages at the required versions")
     if missing_packages("parquet"):
         yield ok(
-            "packages", f"without pyarrow format=parquet is 400 unsupported; {install_command('parquet')} brings it"
+            "packages",
+            "pyarrow is not installed: exports with format=parquet get 400 unsupported; to install it: "
+            f"{install_command('parquet')}",
         )
 
 

@@ -36,7 +36,7 @@ def examine(url: str, token: str | None, *, expected: bool) -> Generator[Finding
 
 def _examined(server: Transport, url: str, expected: bool) -> Generator[Finding, None, Engines]:
     if not _listens(url):
-        what = f"nobody listens at {server.base_url}"
+        what = f"nothing listens at {server.base_url}"
         yield (
             warning("server", what, "start it, or correct --url") if expected else ok("server", f"{what}: not started")
         )
@@ -47,7 +47,9 @@ def _examined(server: Transport, url: str, expected: bool) -> Generator[Finding,
         yield problem("server", f"{error}", "another program has the port, or the server hangs: see its log")
         return ()
     if alive.get("status") != "ok" or "writer" not in alive:
-        yield problem("server", f"{server.base_url} is not Turnlog's", "free the port, or choose another: --port")
+        yield problem(
+            "server", f"{server.base_url} is not a Turnlog server", "free the port, or choose another: --port"
+        )
         return ()
     yield ok("server", f"{server.base_url} answers, {amount(alive.get('in_flight', 0), 'turn')} in flight")
     yield from _pool(alive)
@@ -55,11 +57,11 @@ def _examined(server: Transport, url: str, expected: bool) -> Generator[Finding,
         server.call("GET", "/ready", parameters={"writes": "true"})
     except TurnlogError as error:
         missing = [name for name, good in error.body.get("checks", {}).items() if not good]
-        yield problem("server", f"it is not ready: {', '.join(missing) or error}", "see what is said of these below")
+        yield problem("server", f"it is not ready: {', '.join(missing) or error}", "see the findings on these below")
     try:
         listed = server.read("GET", "/engines")
     except TurnlogError as error:
-        yield problem("server", f"it refuses what an admin may: {error}", "set TURNLOG_TOKEN to its admin token")
+        yield problem("server", f"it refuses an admin's request: {error}", "set TURNLOG_TOKEN to its admin token")
         return None
     yield from _failures(server)
     return tuple(one["url"] for one in listed["engines"])

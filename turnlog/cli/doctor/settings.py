@@ -34,7 +34,7 @@ def examine() -> tuple[list[Finding], Settings | None]:
         for name, nearest in unknown_names().items()
     ]
     if os.environ.get(crash_points.VARIABLE, "").strip():
-        found.append(problem("settings", f"{crash_points.VARIABLE} is set, which is for tests alone", "unset it"))
+        found.append(problem("settings", f"{crash_points.VARIABLE} is set, which is only for tests", "unset it"))
     settings, mistakes = read_settings()
     found += [problem("settings", line, "correct or unset the variable (docs/settings.md)") for line in mistakes]
     if settings is not None:
@@ -60,9 +60,9 @@ def advice(settings: Settings) -> Iterator[Finding]:
         if upstream.key is not None and len(upstream.key) < SHORT_KEY:
             yield warning(
                 "settings",
-                f"TURNLOG_TEXT_UPSTREAMS: the key of {upstream.name} has fewer than {SHORT_KEY} characters: a reply "
-                "that repeats it shows it, only errors do not",
-                "use a longer key, or leave it out if it stands for none",
+                f"TURNLOG_TEXT_UPSTREAMS: the key of {upstream.name} has fewer than {SHORT_KEY} characters: it "
+                "is hidden in errors, but not in replies that repeat it",
+                "use a longer key, or leave it out if the upstream needs none",
             )
     for told in settings.warnings:
         yield warning("settings", told, "set TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK")
@@ -70,11 +70,12 @@ def advice(settings: Settings) -> Iterator[Finding]:
     if wanted > there:
         yield warning(
             "memory",
-            f"TURNLOG_INFLIGHT_BYTES and TURNLOG_CACHE_BYTES allow {size(wanted)} a process, there are {size(there)}",
+            f"TURNLOG_INFLIGHT_BYTES and TURNLOG_CACHE_BYTES allow {size(wanted)} per process, but it has "
+            f"{size(there)}",
             "lower TURNLOG_INFLIGHT_BYTES, or give the process more memory",
         )
     else:
-        yield ok("memory", f"{size(there)}; bodies and cache may take {size(wanted)} a process")
+        yield ok("memory", f"{size(there)}; bodies and cache may take {size(wanted)} per process")
 
 
 def _tokens(settings: Settings) -> Iterator[Finding]:

@@ -48,7 +48,7 @@ def examine(settings: Settings) -> Generator[Finding, None, Fleet | None]:
             yield problem("database", f"{path} is a folder", "name a file in TURNLOG_DATABASE_URL")
             return None
         if not path.is_file():
-            yield ok("database", f"{path} is not there yet: turnlog serve makes it")
+            yield ok("database", f"{path} does not exist yet: turnlog serve creates it")
             return None
         if not (yield from _file(path)):
             return None
@@ -111,9 +111,9 @@ def _folder(path: Path) -> Iterator[Finding]:
     free = shutil.disk_usage(folder).free
     what = f"{size(free)} free in {folder}"
     if free < LITTLE:
-        yield problem("disk", what, "make room: a full disk is 507 for every turn (docs/operations.md)")
+        yield problem("disk", what, "free disk space: on a full disk every turn gets 507 (docs/operations.md)")
     elif free < TIGHT:
-        yield warning("disk", what, "make room, or set TURNLOG_MAX_DB_BYTES and TURNLOG_CLOSED_TTL_S")
+        yield warning("disk", what, "free disk space, or set TURNLOG_MAX_DB_BYTES and TURNLOG_CLOSED_TTL_S")
     else:
         yield ok("disk", what)
     kind = file_system(folder)
@@ -159,10 +159,10 @@ def _file(path: Path) -> Generator[Finding, None, bool]:
     if length > LONG_LOG:
         yield warning(
             "database",
-            f"its log of writes has {size(length)}: somebody reads without end",
-            f"fuser -v {path}: end the forgotten shell, export or copy",
+            f"its WAL has {size(length)}: a reader keeps it from being truncated",
+            f"find the forgotten shell, export or copy with fuser -v {path}, and end it",
         )
-    yield ok("database", f"{path}: {size(path.stat().st_size)}, log of writes {size(length)}")
+    yield ok("database", f"{path}: {size(path.stat().st_size)}, WAL {size(length)}")
     return True
 
 
@@ -171,14 +171,16 @@ def _sqlite(path: Path) -> Generator[Finding, None, Revision | None]:
     try:
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=2)) as connection:
             (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
-            tables = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'").fetchone()
-            row = connection.execute("SELECT version_num FROM alembic_version").fetchone() if tables else None
-            by = connection.execute("SELECT value FROM store_meta WHERE key = 'release'").fetchone() if row else None
+            tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+            revision = "SELECT version_num FROM alembic_version"
+            row = connection.execute(revision).fetchone() if "alembic_version" in tables else None
+            release = "SELECT value FROM store_meta WHERE key = 'release'"
+            by = connection.execute(release).fetchone() if "store_meta" in tables else None
     except sqlite3.Error as error:
         yield problem("database", f"{path} cannot be read: {error}", "restore the last backup (docs/operations.md)")
         return None
     if row is not None and mode != "wal":
-        yield problem("database", f"journal_mode is {mode}", "with sqlite3: PRAGMA journal_mode = WAL")
+        yield problem("database", f"journal_mode is {mode}", "run PRAGMA journal_mode = WAL with sqlite3")
     yield ok("database", f"SQLite {sqlite3.sqlite_version}; a commit is synced before its reply (synchronous=FULL)")
     from app.store.opening import lock_owner
 

@@ -96,7 +96,7 @@ class AsyncTurnlog:
 
     @property
     def own_run(self) -> str | None:
-        """The run of new sessions, and of what is asked for without one: `TURNLOG_RUN`, else the run of the token."""
+        """The run of new sessions and of calls that name none: `TURNLOG_RUN`, else the run of the token."""
         return default_run(self._transport.token)
 
     async def create_session(self, **fields: Unpack[NewSession]) -> AsyncSession:
@@ -167,7 +167,7 @@ class AsyncTurnlog:
     async def group(self, group_id: str, *, run: str | None = None) -> Group:
         """A group's sessions, and the statistics of their rewards.
 
-        run: by default `TURNLOG_RUN`, else the default run, else the only one that has a group of this id. Raises
+        run: by default `TURNLOG_RUN`, else the default run, else the only one that has a group with this id. Raises
         NotFound, InvalidRequest.
         """
         given = present({"run": run or self.own_run})
@@ -276,7 +276,7 @@ class AsyncTurnlog:
         metadata: Mapping[str, Any] | None = None,
         note: str | None = None,
     ) -> Run:
-        """Give a run its limits, metadata and note, in place of those before.
+        """Set a run's limits, metadata and note, replacing the earlier ones.
 
         `live`: sessions that may be open at a time; `tokens`: sampled tokens in all. Raises Conflict for a run
         that has ended.
@@ -316,7 +316,7 @@ class AsyncTurnlog:
         """Hold the adapter's turns, with `run` those of that run, and abort their generations, until `resume_adapter`
         or the end of the lease.
 
-        Raises EnginesFailed if an engine did not accept the order; the gate is shut nevertheless.
+        Raises EnginesFailed if an engine failed; the gate is shut nevertheless.
         """
         path = below_run(run, f"/adapters/{segment(name)}/pause")
         return cast(
@@ -410,7 +410,7 @@ class AsyncTurnlog:
         drain_s: float | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
-        """Name a cut over all sessions, groups and acknowledgements of a run: by default `TURNLOG_RUN`, else the
+        """Save the state of all sessions, groups and acknowledgements of a run: by default `TURNLOG_RUN`, else the
         default run; `*`: of the whole store. Needs the admin token or the run's.
 
         `drain`: hold the run's new turns and wait up to `drain_s` seconds (default: 600) for those in flight. Raises
@@ -428,8 +428,8 @@ class AsyncTurnlog:
         return found
 
     async def restore_checkpoint(self, name: str, *, run: str | None = None) -> RestoredStore:
-        """Take a run back to its checkpoint; `run` as in `checkpoint`. Nothing is deleted: the reply's `before` names
-        what it was instead.
+        """Restore a run to its checkpoint; `run` as in `checkpoint`. Nothing is deleted: the reply's `before` names the
+        checkpoint of its state before.
 
         Raises NotFound, Conflict.
         """
@@ -442,13 +442,13 @@ class AsyncTurnlog:
         await self._transport.call("DELETE", f"/checkpoints/{segment(name)}", parameters=given)
 
     async def run_token(self, run: str) -> str:
-        """Make the run's token anew; the one before ends. It opens everything within the run and nothing outside.
+        """Create the run's token, or replace it. It is for everything within the run and nothing outside.
         Needs the admin token."""
         made = cast(RunToken, await self._transport.read("POST", f"/runs/{segment(run)}/token"))
         return made["token"]
 
     async def end_run_token(self, run: str) -> None:
-        """The run has no token any more. Needs the admin token."""
+        """Revoke the run's token. Needs the admin token."""
         await self._transport.call("DELETE", f"/runs/{segment(run)}/token")
 
     async def aclose(self) -> None:

@@ -97,7 +97,7 @@ class Turnlog:
 
     @property
     def own_run(self) -> str | None:
-        """The run of new sessions, and of what is asked for without one: `TURNLOG_RUN`, else the run of the token."""
+        """The run of new sessions and of calls that name none: `TURNLOG_RUN`, else the run of the token."""
         return default_run(self._transport.token)
 
     def create_session(self, **fields: Unpack[NewSession]) -> Session:
@@ -163,7 +163,7 @@ class Turnlog:
     def group(self, group_id: str, *, run: str | None = None) -> Group:
         """A group's sessions, and the statistics of their rewards.
 
-        run: by default `TURNLOG_RUN`, else the default run, else the only one that has a group of this id. Raises
+        run: by default `TURNLOG_RUN`, else the default run, else the only one that has a group with this id. Raises
         NotFound, InvalidRequest.
         """
         given = present({"run": run or self.own_run})
@@ -272,7 +272,7 @@ class Turnlog:
         metadata: Mapping[str, Any] | None = None,
         note: str | None = None,
     ) -> Run:
-        """Give a run its limits, metadata and note, in place of those before.
+        """Set a run's limits, metadata and note, replacing the earlier ones.
 
         `live`: sessions that may be open at a time; `tokens`: sampled tokens in all. Raises Conflict for a run
         that has ended.
@@ -312,7 +312,7 @@ class Turnlog:
         """Hold the adapter's turns, with `run` those of that run, and abort their generations, until `resume_adapter`
         or the end of the lease.
 
-        Raises EnginesFailed if an engine did not accept the order; the gate is shut nevertheless.
+        Raises EnginesFailed if an engine failed; the gate is shut nevertheless.
         """
         path = below_run(run, f"/adapters/{segment(name)}/pause")
         return cast(PausedAdapter, self._transport.read("POST", path, body=present({"lease_s": lease_s}), slow=True))
@@ -402,7 +402,7 @@ class Turnlog:
         drain_s: float | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
-        """Name a cut over all sessions, groups and acknowledgements of a run: by default `TURNLOG_RUN`, else the
+        """Save the state of all sessions, groups and acknowledgements of a run: by default `TURNLOG_RUN`, else the
         default run; `*`: of the whole store. Needs the admin token or the run's.
 
         `drain`: hold the run's new turns and wait up to `drain_s` seconds (default: 600) for those in flight. Raises
@@ -420,8 +420,8 @@ class Turnlog:
         return found
 
     def restore_checkpoint(self, name: str, *, run: str | None = None) -> RestoredStore:
-        """Take a run back to its checkpoint; `run` as in `checkpoint`. Nothing is deleted: the reply's `before` names
-        what it was instead.
+        """Restore a run to its checkpoint; `run` as in `checkpoint`. Nothing is deleted: the reply's `before` names the
+        checkpoint of its state before.
 
         Raises NotFound, Conflict.
         """
@@ -434,13 +434,13 @@ class Turnlog:
         self._transport.call("DELETE", f"/checkpoints/{segment(name)}", parameters=given)
 
     def run_token(self, run: str) -> str:
-        """Make the run's token anew; the one before ends. It opens everything within the run and nothing outside.
+        """Create the run's token, or replace it. It is for everything within the run and nothing outside.
         Needs the admin token."""
         made = cast(RunToken, self._transport.read("POST", f"/runs/{segment(run)}/token"))
         return made["token"]
 
     def end_run_token(self, run: str) -> None:
-        """The run has no token any more. Needs the admin token."""
+        """Revoke the run's token. Needs the admin token."""
         self._transport.call("DELETE", f"/runs/{segment(run)}/token")
 
     def close(self) -> None:

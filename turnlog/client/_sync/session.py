@@ -102,17 +102,17 @@ class Session:
         over: Literal["output", "own"] | None = None,
         writer: str | None = None,
     ) -> int:
-        """Say something of the session, or of one of its turns; it replaces what was there under this name. Also
+        """Annotate the session, or one of its turns; this replaces the annotation of the same name. Also
         possible after the close.
 
         value: what JSON has; or with `over` a column of `turn`, numbers of the shape (T,), one for each token that the
             turn sampled (`output`) or that is new in it (`own`). It becomes int32 or float32. A token that is masked in
             a numpy masked array has no number.
-        writer: who says so.
+        writer: who wrote it.
 
-        Returns the event's number. Needs the admin token or the run's. Raises ValueError for a column without a turn,
-        and for what is none; NotFound, InvalidRequest (a column of another length, a number that is not finite, past a
-        limit), Forbidden.
+        Returns the event's number. Needs the admin token or the run's. Raises ValueError for a column without a turn
+        and for values that are not a column; NotFound, InvalidRequest (a column of another length, a number that is
+        not finite, past a limit), Forbidden.
         """
         path = self._annotations(turn, name)
         if over is None:
@@ -136,7 +136,7 @@ class Session:
         return to_array(found["values"], found["dtype"]) if "values" in found else found["value"]
 
     def annotations(self, *, turn: int | None = None) -> list[ListedAnnotation]:
-        """What is said of the session and of all its turns, or of one turn, without the content. Raises NotFound."""
+        """The annotations of the session and of all its turns, or of one turn, without content. Raises NotFound."""
         found = self._transport.read("GET", self._annotations(turn), token=self.token)
         return cast(list[ListedAnnotation], found["annotations"])
 
@@ -269,7 +269,7 @@ class Session:
 
     def erase(self) -> bool:
         """Close the session and delete its content for good. False: object storage or archives still have some of it,
-        and the server goes on. Needs the admin token or the run's, or a server with `TURNLOG_SESSION_REWARDS=allow`.
+        and the server continues. Needs the admin token or the run's, or a server with `TURNLOG_SESSION_REWARDS=allow`.
         Raises NotFound, Forbidden."""
         return self._transport.erase(self._path, token=self._judges_token)
 

@@ -75,7 +75,7 @@ class Transport:
         key: str | None = None,
     ) -> tuple[int, bytes]:
         """Send a request and return the successful reply's status and body. Parameters that are None are left out.
-        `file`: a body's media type and bytes, in the place of JSON. `once`: do not repeat a request that may have
+        `file`: a body's media type and bytes, instead of JSON. `once`: do not repeat a request that may have
         arrived. `key` is sent as `Idempotency-Key`.
 
         Raises TurnlogError.

@@ -40,7 +40,7 @@ function nothing() {
 
 /** @returns {Column<Checkpoint>[]} */
 function columns() {
-  const cut = "now: at one moment; drain: after the turns in flight had ended; restore: what a restore replaced";
+  const cut = "now: at once; drain: after the turns in flight had ended; restore: the state that a restore replaced";
   const tone = (/** @type {Checkpoint} */ one) => (one.state === "made" ? "good" : "warn");
   const width = "96px";
   return [

@@ -205,7 +205,7 @@ export function flag(text) {
 export const STATES = {
   running: { shape: "play", hint: "A turn is in flight: an engine generates" },
   paused: { shape: "pause", hint: "A turn waits at a gate until it opens" },
-  idle: { shape: "ring", hint: "Open, and no turn is in flight: its environment is at work, or nobody is" },
+  idle: { shape: "ring", hint: "Open, no turn in flight: its environment is working, or it is abandoned" },
   open: { shape: "ring", hint: "Running, paused or idle: it takes turns" },
   closed: { shape: "square", hint: "It takes no more turns" },
   erased: { shape: "cross", hint: "Its content was deleted for good" },

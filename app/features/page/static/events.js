@@ -140,7 +140,7 @@ export class EventsTab extends SessionPart {
       return;
     }
     const isRefused = error instanceof ApiError && error.status >= 400 && error.status < 500;
-    setText(this.state, isRefused ? "" : "not connected, trying again");
+    setText(this.state, isRefused ? "" : "not connected, retrying");
     replace(this.notes, isRefused && failure(error));
     if (!isRefused) this.retry = setTimeout(() => this.#resume(), RETRY_MS);
   }

@@ -134,7 +134,7 @@ export class ExportsView extends View {
       (read) => {
         const rows = read.map((line) => /** @type {Row} */ (JSON.parse(line)));
         totals.sample = read.filter((_, at) => !("excluded" in (rows[at] ?? {})));
-        const none = h("p", { class: "muted" }, "There is no row, or the first is too long to be shown.");
+        const none = h("p", { class: "muted" }, "There is no row, or the first one is too long to show.");
         replace(this.first, h("h2", null, "First rows"), rows.length ? rowTable(rows) : none);
         this.#show();
       },
@@ -245,8 +245,8 @@ class PreviewTotals {
 
 /** @param {PreviewTotals} totals @returns {HTMLElement} */
 function nothingMissing(totals) {
-  if (totals.sum("scanned")) return h("p", { class: "muted" }, "Nothing that was looked at is left out.");
-  const text = "A row is made of a session's committed turns: there is none yet, or the filters let none through.";
+  if (totals.sum("scanned")) return h("p", { class: "muted" }, "Nothing is left out of what was looked at.");
+  const text = "Rows are made of sessions' committed turns: there are none yet, or none match the filters.";
   return message("empty", "No session was found.", h("p", null, text));
 }
 

@@ -148,7 +148,7 @@ export class RolloutsView extends View {
         page(start + COLUMNS, "next"),
         ` ${count(start + 1)} to ${count(start + columns.length)} of ${count(total)}`,
       ],
-      !this.data && "No rollout is named.",
+      !this.data && "No rollout was selected.",
     );
   }
 

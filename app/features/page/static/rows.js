@@ -206,6 +206,6 @@ export function errorColumns() {
   };
   return [
     column("Engine errors", "engine_errors", "Turns that ended without a commit, and requests that a limit refused"),
-    column("Tool errors", "tool_errors", "Results that say that their calls failed"),
+    column("Tool errors", "tool_errors", "Results of calls that failed"),
   ];
 }

@@ -16,7 +16,7 @@ const MANY_ERRORS = 0.1;
 const MOST_OF_LIMIT = 0.9;
 const MANY_FLAT = 0.5;
 
-const STALENESS = "By how many versions the oldest weights of a session are behind its newest";
+const STALENESS = "How many versions a session's oldest weights are behind its newest";
 /** @type {{title: string, value: (one: VersionFigures) => number|null, text?: (value: number) => string, note: string, hint?: string}[]} */
 const PLOTS = [
   { title: "Reward", value: (one) => one.mean_reward, note: "mean of the rollouts" },

@@ -196,7 +196,7 @@ function columns() {
   return [
     sessionColumn({ width: "156px" }),
     { title: "State", width: "88px", fill: badgeCell((row) => (row.failed ? "failed" : row.state), (row) => (row.failed ? "bad" : undefined)) },
-    column("Task", (row) => visibleText(row.about?.task || "–"), { hint: "What its first user message asks, without how many of these tasks begin" }),
+    column("Task", (row) => visibleText(row.about?.task || "–"), { hint: "Its first user message, without the beginning that many of these tasks share" }),
     { title: "Last action", hint: "What its newest turn did", fill: actionsCell((row) => row.about?.actions ?? []) },
     numberColumn("Turns", (row) => count(row.turns), { width: "60px", sort: "turns" }),
     numberColumn("Tokens", (row) => compact(row.about?.tokens), { width: "66px", hint: "Length of the newest turn's sequence" }),

@@ -395,7 +395,7 @@ export class TranscriptTab extends SessionPart {
     const took = turn.opened_at === null ? null : turn.committed_at - turn.opened_at;
     const href = sessionHref(this.id, { turn: number, branch: this.branch });
     return [
-      begins?.cause === "compaction" && h("p", { class: "cut" }, "Compaction: from here on the history is a summary of what was before."),
+      begins?.cause === "compaction" && h("p", { class: "cut" }, "Compaction: from here on, a summary replaces the earlier history."),
       h("h2", null, h("a", { href }, `Turn ${number}`)),
       copyButton(() => new URL(href, location.href).href, "Copy link"),
       turn.discarded_by !== null && badge(`rolled back by event ${turn.discarded_by}`, "warn"),
@@ -559,7 +559,7 @@ function failedTurn({ turn, fence, kind, reason, status, detail, kept_bytes, ope
 
 /** @param {OpenTurn} open @param {TurnMessages|undefined} own @returns {Child} */
 function openTurn(open, own) {
-  const told = { gate: "waits at a gate", engine: "is generated", claim: "begins", prepare: "is prepared", validate: "is validated", commit: "is written", reply: "is sent", elsewhere: "at another process, which knows its request" };
+  const told = { gate: "waits at a gate", engine: "is generated", claim: "begins", prepare: "is prepared", validate: "is validated", commit: "is written", reply: "is sent", elsewhere: "at another process, which has its request" };
   return [
     h("h2", null, `Turn ${open.turn}`),
     badge("in flight", "running"),

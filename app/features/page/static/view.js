@@ -17,7 +17,7 @@ const MISSING = {
   session: { code: "session_not_found", why: "Check the spelling: an id is matched exactly.", all: "" },
   group: { code: "not_found", why: "No session has this group_id.", all: "groups" },
   checkpoint: { code: "not_found", why: "It may have been deleted.", all: "checkpoints" },
-  run: { code: "not_found", why: "It was given nothing, and has no session.", all: "runs" },
+  run: { code: "not_found", why: "It has no sessions, limits or note.", all: "runs" },
 };
 
 /** A view is read anew at most so often, and never more than a part of the time that reading takes. */
