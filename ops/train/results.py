@@ -141,69 +141,68 @@ def failures(results: Sequence[Result]) -> list[str]:
     return told
 
 
-class Row(NamedTuple):
-    """A figure of each result, None where a run has none, and how its mean, least and most are written."""
-
-    figure: Callable[[Result], float | None]
-    form: str = "{:,.0f}"
+Cell = Callable[[Sequence[Result]], str]
+"""What the table says of the results of a kind."""
 
 
 def show(results: Sequence[Result], reward_at: Callable[[Result, float], float]) -> None:
     """Print the table as Markdown, a column a kind of run; of several seeds the mean, the least and the most."""
-    kinds = [kind for kind in COLUMNS if any(result.kind == kind for result in results)]
+    kinds = {kind: own for kind in COLUMNS if (own := [result for result in results if result.kind == kind])}
     if not kinds:
         print("no results yet")
         return
     tokens = min(result.points[-1][0] for result in results)
-    rows = {
-        "seeds": Row(lambda result: sum(other.kind == result.kind for other in results)),
-        "steps": Row(lambda result: result.steps),
-        f"mean reward of the last {LAST} steps": Row(lambda result: result.final_reward, "{:.3f}"),
-        f"mean reward after {tokens:,} tokens": Row(lambda result: reward_at(result, tokens), "{:.3f}"),
-        "minutes": Row(lambda result: result.seconds / 60, "{:.1f}"),
-        "tokens generated": Row(lambda result: result.audit.generated),
-        "… trained": Row(lambda result: result.trained / result.audit.generated, "{:.1%}"),
-        "… thrown away": Row(lambda result: result.thrown_away),
-        "… of these in no turn": Row(lambda result: max(result.audit.generated - result.audit.in_log, 0)),
-        **{f"kills of {name}": Row(_kills(name)) for name in KILLED},
-        "rollouts ended": Row(lambda result: result.ended),
-        "rollouts lost": Row(lambda result: sum(result.given_up.values())),
-        "… to a killed agent": Row(lambda result: result.given_up.get(KILLED_AGENT, 0)),
-        "… to a lost turn": Row(lambda result: result.given_up.get(LOST_TURN, 0)),
-        "replies": Row(lambda result: result.audit.acknowledged),
-        "… lost": Row(lambda result: result.audit.lost),
-        "… doubled": Row(lambda result: None if result.kind == PEER else result.audit.doubled),
-        "staleness, versions": Row(lambda result: result.staleness[0], "{:.2f}"),
-        "ratio before the first update, off 1": Row(lambda result: result.ratio_before, "{:.0e}"),
-        "logprobs scored again, nats off": Row(lambda result: result.audit.largest_difference, "{:.0e}"),
+    rows: dict[str, Cell] = {
+        "seeds": lambda own: str(len(own)),
+        "steps": _of(lambda result: result.steps),
+        f"mean reward of the last {LAST} steps": _of(lambda result: result.final_reward, "{:.2f}"),
+        f"mean reward after {tokens:,} tokens": _of(lambda result: reward_at(result, tokens), "{:.2f}"),
+        "minutes": _of(lambda result: result.seconds / 60, "{:.1f}"),
+        "tokens generated": _of(lambda result: result.audit.generated),
+        "… thrown away": _of(lambda result: result.thrown_away),
+        "… of these in no turn": _of(lambda result: max(result.audit.generated - result.audit.in_log, 0)),
+        f"kills: {', '.join(KILLED)}": _kills,
+        "rollouts ended": _of(lambda result: result.ended),
+        "rollouts lost": _of(lambda result: sum(result.given_up.values())),
+        "… to a killed agent": _of(lambda result: result.given_up.get(KILLED_AGENT, 0)),
+        "… to a lost turn": _of(lambda result: result.given_up.get(LOST_TURN, 0)),
+        "replies": _of(lambda result: result.audit.acknowledged),
+        "… lost": _of(lambda result: result.audit.lost),
+        "… doubled": _of(lambda result: None if result.kind == PEER else result.audit.doubled),
+        "staleness, versions": _of(lambda result: result.staleness[0], "{:.2f}"),
+        "ratio before the first update, off 1": _of(lambda result: result.ratio_before, "{:.0e}"),
+        "logprobs scored again, nats off": _of(lambda result: result.audit.largest_difference, "{:.0e}"),
     }
     print(f"| | {' | '.join(COLUMNS[kind] for kind in kinds)} |")
     print(f"|---|{'---|' * len(kinds)}")
-    for name, row in rows.items():
-        cells = [_cell([row.figure(result) for result in results if result.kind == kind], row.form) for kind in kinds]
-        print(f"| {name} | {' | '.join(cells)} |")
-    free = {result.seed: result.final_reward for result in results if result.kind == FAULT_FREE}
+    for name, cell in rows.items():
+        print(f"| {name} | {' | '.join(map(cell, kinds.values()))} |")
+    free = {result.seed: result.final_reward for result in kinds.get(FAULT_FREE, ())}
     for kind in (FAULTS, PEER):
-        less = [
-            result.final_reward - free[result.seed] for result in results if result.kind == kind and result.seed in free
-        ]
-        if less:
-            told = ", ".join(f"{difference:+.3f}" for difference in less)
+        pairs = [(one.final_reward, free[one.seed]) for one in kinds.get(kind, ()) if one.seed in free]
+        if pairs:
+            told = ", ".join(f"{reward - alone:+.2f}" for reward, alone in pairs)
             print(f"\n{COLUMNS[kind]}: the last reward less that of the same seed without faults: {told}")
     for failure in failures(results):
         print(f"FAILED: {failure}")
 
 
-def _kills(name: str) -> Callable[[Result], float]:
-    return lambda result: result.kills.get(name, 0)
+def _kills(own: Sequence[Result]) -> str:
+    """The means."""
+    return ", ".join(f"{statistics.mean(result.kills.get(name, 0) for result in own):.0f}" for name in KILLED)
 
 
-def _cell(values: Sequence[float | None], form: str) -> str:
-    known = [value for value in values if value is not None]
-    if not known:
-        return "–"
-    mean, least, most = (form.format(value) for value in (statistics.mean(known), min(known), max(known)))
-    return mean if least == most else f"{mean} ({least} – {most})"
+def _of(figure: Callable[[Result], float | None], form: str = "{:,.0f}") -> Cell:
+    """Of a figure, None where a result has none, the mean, and in brackets the least and the most."""
+
+    def cell(own: Sequence[Result]) -> str:
+        known = [value for value in map(figure, own) if value is not None]
+        if not known:
+            return "–"
+        mean, least, most = (form.format(value) for value in (statistics.mean(known), min(known), max(known)))
+        return mean if least == most else f"{mean} ({least}–{most})"
+
+    return cell
 
 
 def run_all(
