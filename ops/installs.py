@@ -73,7 +73,10 @@ class Stand(NamedTuple):
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("TURNLOG_", "PYTHON"))}
         words = [str(word) for word in command]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-        ran = subprocess.run(words, cwd=self.empty, env=kept, text=True, timeout=PATIENCE_S, check=False, **pipes)  # type: ignore[call-overload]
+        try:
+            ran = subprocess.run(words, cwd=self.empty, env=kept, text=True, timeout=PATIENCE_S, check=False, **pipes)  # type: ignore[call-overload]
+        except subprocess.TimeoutExpired as error:
+            raise Failed(f"{words[0]} took more than {PATIENCE_S} s") from error
         if ran.returncode:
             raise Failed(ran.stdout)
 
@@ -194,7 +197,11 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("uv")
     parser.add_argument("python", nargs="*")
     arguments = parser.parse_args(given)
-    chosen = {version_of(path): path for path in arguments.python} if arguments.python else pythons()
+    # Absolute: they run in another folder.
+    named = {
+        one: os.path.abspath(shutil.which(one) or parser.error(f"{one} is not a program")) for one in arguments.python
+    }
+    chosen = {version_of(path): path for path in named.values()} if named else pythons()
     cells: dict[str, dict[str, str]] = {}
     reasons = []
     for version, path in chosen.items():

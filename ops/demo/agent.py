@@ -168,7 +168,7 @@ def _streamed(stream: str) -> dict[str, Any]:
     content = ""
     calls: dict[int, Any] = {}
     logprobs: list[Any] = []
-    said = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]
+    said = [line.removeprefix("data: ") for line in stream.split("\n") if line.startswith("data: ")]
     if said[-1:] != ["[DONE]"]:
         raise httpx.RemoteProtocolError("the stream has no end")
     for chunk in map(json.loads, said[:-1]):

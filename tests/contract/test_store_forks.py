@@ -174,4 +174,4 @@ async def test_what_is_missing_of_a_source_is_named(store: Store) -> None:
     gone = turns.delete().where(turns.c.session_id == "s", turns.c.turn == 3)
     await store.database.write(lambda tx: tx.run(gone, {}), durable=True)
     found = await store.database.read(lambda connection: read_source(connection, "s"))
-    assert found.lacks(made) == "turns [3] are not there"
+    assert found.lacks(made) == "turns [3] are missing"

@@ -226,4 +226,4 @@ def test_bad_parameters_of_a_session_with_limits(stand: Stand) -> None:
         assert error_of(talk.chat([user("One")], max_tokens=given))[0] == 400
     assert talk.generations() == 0
     parent = stand.http.post("/sessions", json={"limits": {"turns": 1, "per": "rollout"}, "parent_session_id": "p"})
-    assert parent.json()["error"]["message"].startswith("limits.per:")
+    assert parent.json()["error"]["message"].startswith("limits.per must be session")

@@ -127,7 +127,7 @@ BAD: tuple[tuple[dict[str, object], tuple[str, ...]], ...] = (
     *(({name: value}, (f"{name}={value}", "greater than")) for name, value in (("limit", 0), ("max_seq_len", -1))),
     ({"limit": "1.5"}, ("limit=1.5", "integer")),
     ({"truncate": "middle"}, ("truncate=middle", "'turn' or 'token'")),
-    *(({"cursor": value}, ("cursor", "one that an export gave")) for value in ("zzz", "")),
+    *(({"cursor": value}, ("cursor", "was not issued by an export")) for value in ("zzz", "")),
     ({"status": "odd"}, ("status=odd", "'completed', 'truncated' or 'aborted'")),
     ({"session_status": "x"}, ("session_status=x", "'open', 'closed' or 'erased'")),
     *(({name: value}, (name, "ISO 8601")) for name, value in (("since", "1e999"), ("until", "nan"))),
