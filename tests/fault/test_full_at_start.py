@@ -174,7 +174,7 @@ def test_a_schema_that_must_change_is_told_that_there_is_no_room(own: Stand, sma
     at_head = run_module("alembic", "upgrade", "head", environment=own.server.environment)
     assert (at_head.returncode, at_head.stderr.count("the disk is full")) == (0, 1), at_head.stderr
     down = run_module("alembic", "downgrade", "-1", environment=own.server.environment)
-    assert (down.returncode, down.stderr.count("turnlog: the disk is full: make room")) == (1, 1), down.stderr
+    assert (down.returncode, down.stderr.count("turnlog: the disk is full: free disk space")) == (1, 1), down.stderr
     small.clear()
     own.server.start()
     verified(own)

@@ -176,7 +176,7 @@ def test_a_dump_of_postgresql_is_finished_by_the_command(
             stand.talk(session_id=f"early-{number}").say("Hello")
         cursor = stand.http.get("/export").headers["x-turnlog-next-cursor"]
         assert "PostgreSQL's own tools" in failure(stand, "backup", str(tmp_path / "copy.dump"))
-        assert "processes serve this database" in failure(stand, "restore")
+        assert "1 process serves this database" in failure(stand, "restore")
     plain = postgres_url.replace("+asyncpg", "")
     with postgres.database(template="template1") as restored:
         for arguments in (

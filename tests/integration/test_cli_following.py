@@ -38,7 +38,7 @@ def test_a_log_is_followed_over_restarts_without_a_gap_or_a_repetition(mortal: S
     seen += [json.loads(line) for line in rest.splitlines()]
     assert seen == talk.events()
     assert seen[-1]["type"] == "SessionErased"
-    assert "going on behind event" in complaints
+    assert "continuing after event" in complaints
     assert all(line.startswith("turnlog: ") for line in complaints.splitlines())
 
 

@@ -108,7 +108,7 @@ LATIN = "CREATE DATABASE latin ENCODING 'LATIN1' LC_COLLATE 'C' LC_CTYPE 'C' TEM
 def test_a_database_that_cannot_hold_every_text(postgres: Postgres, tmp_path: Path) -> None:
     postgres.psql(LATIN)
     for name, line in refusals(postgres.url("latin"), tmp_path).items():
-        assert line.startswith("the database has the encoding LATIN1, which cannot hold every text"), name
+        assert line.startswith("the database has the encoding LATIN1, which cannot store every text"), name
 
 
 @pytest.mark.long
