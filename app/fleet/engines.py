@@ -474,10 +474,6 @@ class Engines:
         """The engine that runs a generation of this process; None for an unknown rid."""
         return self._generating.get(rid)
 
-    def generating_at(self, url: str) -> list[str]:
-        """The rids of this process's generations at an engine."""
-        return [rid for rid, engine in self._generating.items() if engine == url]
-
     async def abort(self, rid: str, run: str | None) -> None:
         """Ask the engine that has the generation to abort it, or all that serve its run if it is not known.
 

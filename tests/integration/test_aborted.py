@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
-from helpers.answering import Answer, Answering, Asked
 
 from integration.interrupting import (
     ASKED,
@@ -19,9 +16,8 @@ from integration.interrupting import (
     uncut,
 )
 from integration.places import Places
-from integration.stand import WEATHER, Stand, error_of, serving, standing, until
+from integration.stand import WEATHER, Stand, error_of, standing, until
 from integration.tito import ids_in, output_of
-from ops.simulator.process import SimulatorProcess
 
 COMPLETIONS = "/v1/completions"
 NINE = {"max_tokens": 16, "sim": {"completion_tokens": 9, "reasoning": False}}
@@ -190,50 +186,6 @@ def test_a_chat_of_vllm_is_continued(vllm_stand: Stand, tito: Stand, body: dict[
         assert [ids_in(one) for one in requests[1:]] == [prompt + output[:5], prompt + output[:8]]
         assert [part[1:] for part in talk.committed()[0]["parts"]] == [[0, 5], [5, 8], [8, len(output)]]
         assert as_said(response) == as_said(uncut(stand, stand.talk(), **body))
-
-
-class Late(Answering):
-    """Before an engine: a turn, which has an id, reaches it once the test says so."""
-
-    def __init__(self, engine: str) -> None:
-        super().__init__(self._passed)
-        self.came, self.may_pass, self.is_paused = threading.Event(), threading.Event(), threading.Event()
-        self._engine = engine
-
-    def _passed(self, asked: Asked) -> Answer:
-        if asked.header("x-request-id") is not None:
-            self.came.set()
-            assert self.may_pass.wait(20)
-        kept = {name: value for name, value in asked.headers if name in ("content-type", "x-request-id")}
-        with httpx.Client(trust_env=False, timeout=20) as client:
-            reply = client.request(asked.method, self._engine + asked.path, content=asked.body, headers=kept)
-        if asked.path.startswith("/pause"):
-            self.is_paused.set()
-        return Answer(reply.content, status=reply.status_code)
-
-
-def test_what_reaches_vllm_after_its_pause_is_not_named_by_the_weights_before(tokenizer: str, places: Places) -> None:
-    """vLLM queues it, names no versions, and samples it after the resume."""
-    environment = {"TURNLOG_TOKENIZER": tokenizer, "TURNLOG_UPSTREAM_DIALECT": "vllm"}
-    with (
-        SimulatorProcess("--dialect", "vllm", "--silent-versions") as vllm,
-        Late(vllm.base_url) as late,
-        serving(places.new("late"), late.base_url, engine_url=vllm.base_url, environment=environment) as stand,
-    ):
-        stand.sim.post("/update_weight_version", json={"new_version": "before"}).raise_for_status()
-        stand.http.post("/fleet/resume", json={"version": "before"}).raise_for_status()
-        talk = stand.talk(on_abort="continue")
-        turn = stand.meanwhile(stand.http.post, talk.chat_path, json={"model": "m", "messages": [ASKED], **NINE})
-        assert late.came.wait(20)
-        pausing = stand.meanwhile(stand.http.post, "/fleet/pause")
-        assert late.is_paused.wait(20)
-        late.may_pass.set()
-        assert pausing.result().status_code == 200
-        stand.sim.post("/update_weight_version", json={"new_version": "next"}).raise_for_status()
-        stand.http.post("/fleet/resume", json={"version": "next"}).raise_for_status()
-        assert turn.result().status_code == 200, turn.result().text
-        [committed] = talk.committed()
-        assert {span["version"] for span in committed["weight_versions"]} == {"next"}
 
 
 def test_an_engine_that_goes_on_ending_generations_is_not_asked_for_ever(tito: Stand) -> None:

@@ -1,7 +1,7 @@
 """Pauses an adapter or the whole fleet while a trainer changes weights: first the gate, then the engines.
 
     pause an adapter   the gate is shut on disk; its generations are aborted, and once more a moment later
-    pause the fleet    the gate is shut on disk; every engine is told to pause; what reached it late is aborted
+    pause the fleet    the gate is shut on disk; every engine is told to pause
     resume the fleet   every engine is told to continue; the gate is opened; every engine is told again
     a lease runs out   as a resume, by every process; one of them writes the event
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -54,9 +53,6 @@ log = logging.getLogger("turnlog.pauses")
 SECOND_SWEEP_S = STALE_S + 2 * POLL_S
 """Pause before generations are aborted a second time. By then no process uses a state from before the gate was shut,
 and every request has reached its engine."""
-
-LATE_S = 5.0
-"""For generations that a pause has aborted to end."""
 
 RETRY_S = 1.0
 """Pause before a failed write of an opened gate is retried."""
@@ -153,8 +149,6 @@ class Pauses:
         await self._fleet.append(shut, lease_s=lease_s)
         reach("after_gate_shut")
         told = await self._tell_engines(run)
-        if mode == "abort":
-            told |= await self._end_late(run, [url for url, one in told.items() if one["ok"]])
         shared = [member for member in self._engines.serving(run) if member.run is None]
         if run is not None and shared:
             told |= (await self._sweep(run, None, shared)).engines
@@ -225,21 +219,6 @@ class Pauses:
 
     def _lease_left(self, gate: Gate) -> float | None:
         return round(self._fleet.left(gate), 3) if gate.is_shut else None
-
-    async def _end_late(self, run: str | None, urls: Sequence[str]) -> dict[str, Told]:
-        """Abort what passed the gate before it was shut and reached a vLLM after its pause. It is queued there, would
-        be sampled with the next weights, and named by those that it was sent to: vLLM names none. Returns the engines
-        whose generations have not ended."""
-        members = [member for member in self._members(run) if member.url in urls and member.dialect != "sglang"]
-        if members and not self._fleet.is_alone:
-            await self._sweep(run, None, members)
-        until = time.monotonic() + LATE_S
-        while left := [(one, rids) for one in members if (rids := self._engines.generating_at(one.url))]:
-            if time.monotonic() > until:
-                break
-            await asyncio.gather(*(self._control.abort(one.url, rids, one.dialect) for one, rids in left))
-            await asyncio.sleep(POLL_S)
-        return {one.url: Told(ok=False, error="its generations do not end", aborted=0) for one, _ in left}
 
     async def _sweep(self, run: str | None, name: str | None, members: Sequence[Member]) -> SweepResult:
         """Abort the generations that a gate holds back, of an adapter or (None) all, at these engines, twice: another
