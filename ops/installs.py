@@ -168,13 +168,13 @@ def pythons() -> dict[str, str]:
     """The interpreters that are there by their versions: of each minor version from 3.11 on the first one."""
     named = [f"python3.{minor}" for minor in range(11, 20)]
     at = [shutil.which(name) for name in named] + sorted(map(str, Path.home().glob(".pyenv/versions/3.*/bin/python3")))
-    found: dict[str, str] = {}
+    found: dict[str, tuple[str, str]] = {}
     for path in filter(None, at):
         version = version_of(path)
         minor = version.rpartition(".")[0]
         if version and int(minor.partition(".")[2]) >= 11:
-            found.setdefault(minor, path)
-    return {version_of(path): path for _, path in sorted(found.items())}
+            found.setdefault(minor, (version, path))
+    return {version: path for _, (version, path) in sorted(found.items())}
 
 
 def version_of(python: str) -> str:
@@ -202,6 +202,8 @@ def main(given: Sequence[str] | None = None) -> int:
         one: os.path.abspath(shutil.which(one) or parser.error(f"{one} is not a program")) for one in arguments.python
     }
     chosen = {version_of(path): path for path in named.values()} if named else pythons()
+    if not chosen or "" in chosen:
+        parser.error(f"{chosen['']} is not a Python" if chosen else "there is no Python from 3.11 on")
     cells: dict[str, dict[str, str]] = {}
     reasons = []
     for version, path in chosen.items():

@@ -81,11 +81,12 @@ def migrate(database_url: DatabaseUrl = None, as_json: Json = False) -> None:
 def bench(ctx: typer.Context) -> None:
     """Run a benchmark; --help lists them."""
     try:
-        _pass_on(ctx, "ops.bench.__main__")
+        importlib.import_module("ops.bench.__main__")
     except ModuleNotFoundError as error:
         from app.extras import install_command
 
         raise Failure(f"{ctx.command_path} needs {error.name}: {install_command('bench')}") from None
+    _pass_on(ctx, "ops.bench.__main__")
 
 
 def simulator(ctx: typer.Context) -> None:
