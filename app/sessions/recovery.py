@@ -17,7 +17,7 @@ from app.store.dialect import Tx, WriteConflict
 from app.store.log_turns import AbandonDead, next_dead
 from app.store.opening import keep_revision
 from app.store.ports import Database, Writer
-from app.store.writer import CONFLICT_TRIES
+from app.store.writer import CONFLICT_TRIES, CROWDED_OUT
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ async def written(database: Database, function: Callable[[Tx], T], *, durable: b
             return await database.write(function, durable=durable)
         except WriteConflict:
             continue
-    raise StoreUnavailable("other processes' writes kept this one waiting too long")
+    raise StoreUnavailable(CROWDED_OUT)
 
 
 def _heartbeat(tx: Tx, incarnation: int) -> None:

@@ -47,13 +47,7 @@ _signs = select(
     (incarnations.c.heartbeat_at + bindparam("lease_s") - now()).label("left"),
 ).where(incarnations.c.id == bindparam("which"))
 _living = (
-    select(
-        incarnations.c.id,
-        incarnations.c.pid,
-        incarnations.c.host,
-        incarnations.c.release,
-        incarnations.c.started_at,
-    )
+    select(incarnations.c.pid, incarnations.c.host, incarnations.c.release, incarnations.c.started_at)
     .where(not_(holder_is_dead))
     .order_by(incarnations.c.id)
 )
@@ -110,7 +104,6 @@ def _end_gone(tx: Tx, host: str, is_running: Callable[[int], bool]) -> None:
 class Serving(NamedTuple):
     """A process that serves the store; `host` as `host_name` gives it, `since` in seconds since the epoch."""
 
-    number: int
     pid: int
     host: str
     release: str

@@ -54,6 +54,9 @@ to turns of 64 KiB, of which few come together."""
 CONFLICT_TRIES = 5
 """Attempts of a batch that conflicts with another process's transaction."""
 
+CROWDED_OUT = "other processes' writes kept this one waiting too long"
+"""After the last of these attempts."""
+
 LOCK_RETRY_S, LOCK_RETRY_PAUSE_S = 5.0, 0.01
 """How long an operation waits while another process locks its session's row, and the interval of retries."""
 
@@ -292,9 +295,7 @@ class Writer:
                 if tries < CONFLICT_TRIES:
                     tries += 1
                     continue
-                await self._write_each(
-                    batch, StoreUnavailable("other processes' writes kept this one waiting too long")
-                )
+                await self._write_each(batch, StoreUnavailable(CROWDED_OUT))
             except StoreLocked as error:
                 self._give_up(batch, error)
             except StoreDamaged as error:

@@ -71,9 +71,8 @@ def with_number(folder: Path, version: str) -> Path:
 def last_release(folder: Path) -> Path | None:
     """The tree of the newest tag, if the clone has one."""
     git = ["git", "-C", str(ROOT)]
-    tags = subprocess.run(
-        [*git, "tag", "--list", "v*", "--sort=-version:refname"], capture_output=True, text=True, check=False
-    ).stdout.split()
+    listing = [*git, "tag", "--list", "v*", "--sort=-version:refname"]
+    tags = subprocess.run(listing, capture_output=True, text=True, check=True).stdout.split()
     if not tags:
         return None
     folder.mkdir()
